@@ -22,8 +22,7 @@ from gputrain.speech.buckets import open_speech
 from gputrain.speech.frames import ENCODER_RATE
 
 SETTINGS = (
-    "batch_size", "num_steps", "learning_rate", "learning_rate_schedule", "warmup_steps", "hold_share",
-    "mask_time_prob", "seed",
+    "batch_size", "num_steps", "learning_rate", "learning_rate_schedule", "warmup_steps", "mask_time_prob", "seed",
 )  # fmt: skip
 
 

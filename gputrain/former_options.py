@@ -36,9 +36,14 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
 ALTERNATING = LeftOut("simultaneous", "leave it out: alternating steps took longer and taught no more")
 EQUIVARIANT = "leave it out: in a race it gained nothing that a denoiser noticed"
 NOISE = "leave it out, and prepare changed copies of recordings beside the recordings"
+LIMIT = LeftOut(0.0, "leave it out: max_batch_audio_ratio limits the sound of a batch")
+DROPOUT = LeftOut(0.0, "leave it out: hidden_dropout and layer_drop regularise a recogniser")
 OPINION = "leave it out: --recogniser MODEL measures a voice"
 LEFT_OUT: Mapping[str, Mapping[str, LeftOut]] = {
     "": {
+        "overwrite": LeftOut(False, "leave it out, and name a new folder: --output-dir NEW_FOLDER"),
+        "cue_gap": LeftOut(1.0, "leave it out: subtitles of a sentence at most a second apart become one clip"),
+        "hold_share": LeftOut(0.4, "leave it out: tri-stage holds the learning rate for 0.4 of the steps"),
         "track": LeftOut([], "leave it out: tensorboard and `gputrain watch` read what a run writes", False),
         "plan_file": LeftOut(None, "leave it out: each training plans for the machine that it runs on", False),
         "alphabet": LeftOut(None, "leave it out: Uzbek texts in any of its alphabets are read as that of 1995"),
@@ -47,11 +52,15 @@ LEFT_OUT: Mapping[str, Mapping[str, LeftOut]] = {
         "eq_probability": LeftOut(0.0, EQUIVARIANT),
         "eq_weight": LeftOut(1.0, EQUIVARIANT),
         "step_order": ALTERNATING,
+        "lpips_crop": LeftOut(256, "leave it out: LPIPS compares random crops of 256 pixels"),
+        "adversarial_loss": LeftOut("hinge", "leave it out: the adversarial loss is the hinge loss"),
+        "adaptive_weight_limit": LeftOut(10.0, "leave it out, and set adversarial_weight"),
         "discriminator_norm": LeftOut("group", "leave it out: the discriminator has group norms"),
         "data_in_memory": LeftOut(None, "leave it out: pictures that are prepared decode faster", False),
     },
     "vocoder": {"step_order": ALTERNATING},
     "tts": {
+        "batch_seconds": LIMIT,
         "use_mrd": LeftOut(False, "leave it out: a voice is trained with HiFi-GAN's discriminators"),
         "add_speaker": LeftOut("", "leave it out, and train with --init-from on data of all speakers"),
         "train_part": LeftOut("all", "leave it out: all parts are trained"),
@@ -60,6 +69,10 @@ LEFT_OUT: Mapping[str, Mapping[str, LeftOut]] = {
         "mos_sampling_rate": LeftOut(0, OPINION),
     },
     "asr": {
+        "batch_seconds": LIMIT,
+        "attention_dropout": DROPOUT,
+        "final_dropout": DROPOUT,
+        "num_text_samples": LeftOut(8, "leave it out: the transcripts of 8 clips are shown", False),
         "speed_change": LeftOut(0.0, NOISE),
         "noise_probability": LeftOut(0.5, NOISE),
         "noise_snr_low": LeftOut(5.0, NOISE),

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -19,6 +19,7 @@ from gputrain.config import (
     read_file,
     to_yaml,
 )
+from gputrain.engine.checkpoint import saved_settings
 from gputrain.errors import UserError
 from gputrain.former_options import left_out, renamed, with_current_options
 from gputrain.kinds import kinds, read_defaults
@@ -205,6 +206,8 @@ def test_runs_that_stored_options_of_earlier_versions_are_readable(kind):
     assert with_current_options(stored, kind) == flatten(assemble(settings, folder))
     for name, former in gone.items():
         other = with_current_options({**stored, name: "another value"}, kind, is_stored=True)
+        content: Any = {"config": other, "kind": kind}
+        assert saved_settings(settings, content, Path("run.pt")) == assemble(settings, folder)  # For use.
         if former.changes_training:
             with pytest.raises(UserError, match=f"run.pt: was trained with {name} another value"):
                 check_stored(settings, other, Path("run.pt"))

@@ -58,9 +58,6 @@ class Data(SpeechData):
     held_out_share: float = changed(SpeechData, "held_out_share", default=0.05)
     eval_clips: int = changed(SpeechData, "eval_clips", default=200)
     eval_batch_size: int = advanced(default=16, help="Clips transcribed at once in an evaluation.", min=1)
-    num_text_samples: int = advanced(
-        default=8, help="Maximum number of held-out clips whose transcripts are shown.", min=0
-    )
 
 
 @config(panel="Model")
@@ -89,8 +86,6 @@ class Model:
     )
     freeze_encoder_steps: int = opt(default=0, help="First steps in which only the head trains.", min=0)
     hidden_dropout: float = advanced(default=0.0, help="Dropout of the encoder's layers.", min=0, max=0.9)
-    attention_dropout: float = advanced(default=0.0, help="Dropout of attention weights.", min=0, max=0.9)
-    final_dropout: float = advanced(default=0.0, help="Dropout before the head.", min=0, max=0.9)
     layer_drop: float = advanced(default=0.0, help="Probability that a step leaves out a layer.", min=0, max=0.9)
 
     @property

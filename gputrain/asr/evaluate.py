@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 BATCH_SECONDS = 60.0  # Clips of similar length are recognised at once, as many as are so long together.
 LENGTHS = (0.0, 2.0, 4.0, 8.0, 16.0, math.inf)  # Edges of the groups by length, in seconds.
 MOST_LISTED = 20  # Number of the worst clips and of the most frequent confusions in a report.
+SHOWN_CLIPS = 8  # Held-out clips whose transcripts are samples of a training.
 MOST_SHOWN = 5  # Number of them on the terminal.
 LONGEST_SHOWN = 60  # characters
 NOTHING = ""  # Stands for a letter or word that was left out or added.
@@ -289,7 +290,7 @@ class HeldOutSpeech:
         data, self.normalizes = settings.data, normalizes
         self.store, self.batch_size, self.best_by = speech.store, data.eval_batch_size, settings.saving.best_by
         held_out = sorted(speech.parts.held_out, key=lambda clip: clip.fingerprint)
-        self.clips, self.shown = held_out[: data.eval_clips], held_out[: data.num_text_samples]
+        self.clips, self.shown = held_out[: data.eval_clips], held_out[:SHOWN_CLIPS]
         self.has_written = False
 
     def sample(self, model: Any, device: torch.device) -> Report:

@@ -102,7 +102,6 @@ class PrepareSettings(DataSettings):
         default="preprocess", help="preprocess or validate. validate only checks the pictures."
     )
     output_dir: Path | None = opt(default=None, help="Folder for the prepared data. Their manifest is in it, too.")
-    overwrite: bool = opt(default=False, help="Replace pictures of other settings.")
     align_with: ModelName | None = opt(
         default=None,
         help="Recogniser that cuts long recordings. Those longer than max_seconds are cut between sentences. Of "

@@ -38,7 +38,7 @@ from gputrain.config import assemble, check_stored
 from gputrain.engine.schedule import RunProgress
 from gputrain.errors import UserError
 from gputrain.fetch.names import refuse_graph
-from gputrain.former_options import with_current_options
+from gputrain.former_options import left_out, with_current_options
 from gputrain.kinds import refuse_other_model
 from gputrain.serialization import TRAIN_AGAIN, unreadable
 from gputrain.weights import log_unused, other_file
@@ -307,9 +307,11 @@ def _first_intact(choices: Sequence[Path], kind: str, modules: Sequence[str] | N
 
 
 def saved_settings(settings: type[T], content: Content, source: Path) -> T:
-    """Returns the settings of the training that wrote a checkpoint. Raises UserError if they are damaged."""
-    check_stored(settings, content["config"], source)
-    return assemble(settings, content["config"], source=str(source))
+    """Returns the settings of the training that wrote a checkpoint, for the use of its model: options that were left
+    out changed how it was trained, and not its sizes. Raises UserError if they are damaged."""
+    values = {name: value for name, value in content["config"].items() if name not in left_out(content["kind"])}
+    check_stored(settings, values, source)
+    return assemble(settings, values, source=str(source))
 
 
 def intact_checkpoints(folder: Path, kind: str) -> Iterator[Content]:

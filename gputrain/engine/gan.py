@@ -63,19 +63,18 @@ class Balance(nn.Module):
     real: Tensor
     fake: Tensor
 
-    def __init__(self, limit: float, decay: float = 0.99) -> None:
-        """`limit` is the largest weight; 0 fixes it at 1."""
+    def __init__(self, limit: float = 10.0, decay: float = 0.99) -> None:
+        """`limit` is the largest weight."""
         super().__init__()
         self.limit, self.decay = limit, decay
-        self.register_buffer("weight", torch.tensor(0.0 if limit else 1.0))
+        self.register_buffer("weight", torch.tensor(0.0))
         self.register_buffer("real", torch.tensor(0.0))
         self.register_buffer("fake", torch.tensor(0.0))
 
     def measure(self, other_squares: Tensor, adversarial_squares: Tensor, finite: Tensor) -> None:
         """Update the weight from the squared norms of the gradients over the whole batch; ignores non-finite steps."""
-        if self.limit:
-            measured = (other_squares.sqrt() / (adversarial_squares.sqrt() + 1e-12)).clamp(max=self.limit)
-            self.weight.copy_(torch.where(finite & measured.isfinite(), measured, self.weight))
+        measured = (other_squares.sqrt() / (adversarial_squares.sqrt() + 1e-12)).clamp(max=self.limit)
+        self.weight.copy_(torch.where(finite & measured.isfinite(), measured, self.weight))
 
     def observe(self, real_mean: Tensor, fake_mean: Tensor, finite: Tensor) -> None:
         """Update the averages from the mean logits over the whole batch."""

@@ -22,6 +22,7 @@ COUNTED_HELP = "Data whose items are counted. Hours are predicted by them; not n
 # Ends of the help of an option that names a model to start from, and of one that names data folders.
 PUBLISHED_NAME = ", or a name of `gputrain fetch --list` or of the Hugging Face Hub."
 SEVERAL = " Give it several times for several folders: FOLDER=2 draws each item of one twice an epoch."
+TRI_STAGE_HELD = 0.4  # Share of the steps in which a tri-stage schedule holds the learning rate.
 TRI_STAGE_END = 0.05  # Share of the learning rate that is left at the end of a tri-stage schedule.
 OPEN_END = 10**9  # Steps of a training that only the clock ends.
 PACE_TOLERANCE = 0.02  # Share of the steps left by which their number may vary without another end of the cool-down.
@@ -48,7 +49,7 @@ class Schedule:
     learning_rate: float = opt(default=1e-4, help="Learning rate after the warm-up.", min=0)
     learning_rate_schedule: LearningRateSchedule = advanced(
         default="cosine",
-        help="Learning-rate schedule after the warm-up. exponential uses gamma, tri-stage uses hold_share.",
+        help="Learning-rate schedule after the warm-up. exponential uses gamma.",
     )
     finish_by: str = advanced(
         default="",
@@ -63,9 +64,6 @@ class Schedule:
         is_saved=False,
     )
     gamma: float = file_key(default=0.9999, help="Factor per epoch of an exponential learning rate.", min=1e-6, max=1)
-    hold_share: float = file_key(
-        default=0.4, help="Share of the steps in which a tri-stage learning rate stays at its highest.", min=0, max=1
-    )
     warmup_steps: int = opt(default=200, help="Steps of a linear warm-up.", min=0)
     min_learning_rate: float = advanced(
         default=0.0, help="Learning rate at the start of the warm-up and at the end.", min=0
@@ -78,13 +76,11 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.finish_by:
             self._check_clock()
-        for name, schedule in (("gamma", "exponential"), ("hold_share", "tri-stage")):
-            value = getattr(self, name)
-            if value != getattr(type(self), name) and self.rate_schedule != schedule:
-                raise UserError(
-                    f"{name} {value:g} has no effect with learning_rate_schedule {self.rate_schedule}",
-                    hint=f"--learning-rate-schedule {schedule} uses it; otherwise leave {name} out",
-                )
+        if self.gamma != type(self).gamma and self.rate_schedule != "exponential":
+            raise UserError(
+                f"gamma {self.gamma:g} has no effect with learning_rate_schedule {self.rate_schedule}",
+                hint="--learning-rate-schedule exponential uses it; otherwise leave gamma out",
+            )
         if not self.num_epochs and not self.num_steps and not self.finish_by:
             raise UserError(
                 "num_epochs and num_steps are both 0: the training would not end",
@@ -350,7 +346,7 @@ class StepSchedule:
             return max(least, base * self.schedule.gamma**epochs)
         last = self.planned_end - self.start.stage_step
         if self.schedule.rate_schedule == "tri-stage":
-            held = warmup + self.schedule.hold_share * last
+            held = warmup + TRI_STAGE_HELD * last
             fallen = min(1.0, max(0.0, at - held) / max(1.0, last - held))
             return max(least, base * math.pow(TRI_STAGE_END, fallen))
         share = (at - warmup) / max(1, last - warmup)

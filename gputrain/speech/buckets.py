@@ -354,8 +354,7 @@ def buckets_of(speech: Speech, data: SpeechData, hop_size: int, batch_size: int,
         speech.store, speech.parts.train, hop_size, batch_size, seed, max_padding=data.max_padding,
         mixture=None if mixture.is_plain else mixture, shapes=shapes,
     )  # fmt: skip
-    rate = speech.store.format.sampling_rate / hop_size
-    frames = data.batch_seconds * rate or data.max_batch_audio_ratio * batch_size * float(np.mean(clips.longest_M))
+    frames = data.max_batch_audio_ratio * batch_size * float(np.mean(clips.longest_M))
     return replace(clips, batch_frames=math.ceil(frames))
 
 

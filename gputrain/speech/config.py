@@ -16,6 +16,7 @@ from gputrain.speech.transcript_tables import COLUMNS_HINT, TranscriptColumn
 SAMPLING_RATE, HOP_SIZE = 22050, 256  # Piper's voices use these values.
 TRIM_DB = 40.0  # This threshold suits recordings made in a quiet room.
 SpeechKind = Literal["tts", "asr"]
+CUE_GAP = 1.0  # Seconds between subtitles of a sentence up to which they become one clip.
 CLIPS_HELP = "Maximum number of clips in a batch. Long clips count for more."
 VOICE_LANGUAGES = ("uz", "en", "ru", "characters")
 
@@ -59,11 +60,6 @@ class SpeechOptions:
     )
     min_seconds: float = opt(default=0.4, help="Leave out shorter clips, in seconds.", min=0.05)
     max_seconds: float = opt(default=20.0, help="Leave out longer clips, in seconds. align_with cuts them.", min=1)
-    cue_gap: float = advanced(
-        default=1.0,
-        help="Join subtitles of a sentence for asr if the gap between them is at most so many seconds; 0 is off.",
-        min=0,
-    )
     max_clipped: float = advanced(
         default=0.001, help="Leave out clips with a larger share of samples at full scale.", min=0, max=1
     )
@@ -121,11 +117,6 @@ class SpeechPrepareConfig:
 @config(panel="Data")
 class SpeechData:
     data_path: tuple[Path, ...] = opt(help="Folder that prepare-data has filled." + SEVERAL, separator="")
-    batch_seconds: float = advanced(
-        default=0.0,
-        help="Maximum seconds of audio in a batch, padding included. 0: computed from max_batch_audio_ratio.",
-        min=0,
-    )
     max_batch_audio_ratio: float = advanced(
         default=1.5, help="Maximum audio of a batch, as a multiple of batch_size clips of average length.", min=1
     )

@@ -1,6 +1,5 @@
 """`prepare-data` and `validate` for speech, which a voice and a recogniser share. Imports no torch by itself."""
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,17 +15,13 @@ if TYPE_CHECKING:
     from gputrain.speech.prepare import SpeechPrepareReport
     from gputrain.speech.validate import SpeechReport
 
-# Options of speech that have no effect for a kind.
-WITHOUT_EFFECT: Mapping[SpeechKind, frozenset[str]] = {
-    "tts": frozenset({"cue_gap"}), "asr": frozenset({"espeak_voice"}),
-}  # fmt: skip
-
 # Of a voice and of a recogniser: their unfinished preparations differ in nothing.
 PREPARED_SPEECH = {"text.json": frozenset({"frontend", "hop_size"}), "sounds.jsonl": frozenset({"trim_db"})}
 
 
 def options_of(kind: SpeechKind) -> frozenset[str]:
-    return frozenset(leaves(SpeechOptions)) - WITHOUT_EFFECT[kind]
+    """Returns the options of speech that have an effect for a kind: only a voice may be trained on phonemes."""
+    return frozenset(leaves(SpeechOptions)) - ({"espeak_voice"} if kind == "asr" else frozenset())
 
 
 def prepare_command(kind: SpeechKind, *further: str) -> DataCommand:
@@ -37,8 +32,7 @@ def prepare_command(kind: SpeechKind, *further: str) -> DataCommand:
 
     return DataCommand(
         groups={"sound": Sound, "speech": SpeechOptions},
-        names=frozenset(leaves(SpeechOptions)) - WITHOUT_EFFECT[kind]
-        | {"align_with", "exclude", "trim_db", "loudness_db", *further},
+        names=options_of(kind) | {"align_with", "exclude", "trim_db", "loudness_db", *further},
         work=partial(prepare_transcribed, kind=kind),
         check=check,
     )

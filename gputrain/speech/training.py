@@ -150,10 +150,8 @@ class PlannedClips(NamedTuple):
     def of(cls, settings: Any, *, of_data: bool) -> "PlannedClips":
         """Returns the clips of the options of `plan`: all of one length, or those of the data, whose largest
         batches have up to `max_batch_audio_ratio` times as much sound as others."""
-        clip, batch_size = settings.speech.clip_seconds, settings.schedule.batch_size
-        limit = settings.data.batch_seconds / batch_size or math.inf
-        of_largest = limit if math.isfinite(limit) else settings.data.max_batch_audio_ratio * clip
-        seconds = of_largest if of_data else min(limit, clip)
+        clip = settings.speech.clip_seconds
+        seconds = settings.data.max_batch_audio_ratio * clip if of_data else clip
         columns = {"seconds": round(clip, 1), "batch_seconds": round(seconds * settings.schedule.global_batch_size, 1)}
         return cls(float(seconds), columns)
 

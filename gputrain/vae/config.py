@@ -24,12 +24,10 @@ from gputrain.vae.architecture import VaeArchitecture, VaePreset, vae_architectu
 # Names that scripts written for earlier VAE trainers use.
 SPELLINGS = {"checkpoint_freq": "checkpoint_every_epochs", "save_samples_freq": "sample_every_steps"}
 
-AdversarialLoss = Literal["hinge", "least-squares"]
 PictureFormat = Literal["png", "jpeg", "webp"]
 PRESET_HELP = "flux, flux2, sd, lite or fast. flux, flux2 and sd have 84 M parameters, lite 54 M, fast 13 M."
 CHANNELS_HELP = "Channels of a picture. 1: grayscale; 3: colours over white; 4: colours with transparency."
 SMALLEST_DISCRIMINATED = 24  # Pixels a side: PatchDiscriminator's five convolutions reduce them to a single patch.
-SMALLEST_LPIPS = 32  # Pixels a side of pictures for VGG16.
 
 # Folders of diffusers, of an autoencoder or a pipeline, and otherwise single files of weights.
 PUBLISHED = PublishedFiles(
@@ -128,20 +126,13 @@ class Losses:
         help="lpips-vgg16,lpips-heads, or their files. They are torchvision's vgg16-397923af.pth and the lpips "
         "package's vgg.pth.",
     )
-    lpips_crop: int = file_key(
-        default=256, help="Side of the random crop for LPIPS, in pixels; 0: whole pictures.", min=0
-    )
     adversarial_weight: float = opt(default=0.0, help="Weight of the adversarial loss; 0 is off. PatchGAN.", min=0)
-    adversarial_loss: AdversarialLoss = file_key(default="hinge", help="Form of the adversarial loss.")
     discriminator_channels: int = advanced(
         default=64, help="First channels of discriminators. A multiple of 16.", min=16
     )
     discriminator_start: int = advanced(default=5000, help=DISCRIMINATOR_START_HELP, min=0)
     discriminator_warmup_steps: int = advanced(
         default=1000, help="Training steps of the discriminator before the adversarial loss is applied.", min=0
-    )
-    adaptive_weight_limit: float = file_key(
-        default=10.0, help="Maximum of the factor that balances adversarial and other losses; 0 fixes it at 1.", min=0
     )
     lecam_weight: float = file_key(
         default=0.0, help="Weight of LeCam regularisation, for small data sets; 0 is off.", min=0
@@ -152,11 +143,6 @@ class Losses:
             raise UserError(
                 "perceptual_loss lpips needs lpips_weights",
                 hint="--lpips-weights lpips-vgg16,lpips-heads loads them; --perceptual-loss structural needs none",
-            )
-        if 0 < self.lpips_crop < SMALLEST_LPIPS:
-            raise UserError(
-                f"lpips_crop {self.lpips_crop} is too small for VGG16",
-                hint=f"use {SMALLEST_LPIPS} or more, or 0 for whole pictures",
             )
         if self.discriminator_channels % 16:
             raise UserError(

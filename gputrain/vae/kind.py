@@ -41,13 +41,13 @@ def prepare_pictures(settings: Any) -> kinds.DataWork:
     from gputrain.vae.prepare import check_output, prepare_images
 
     size = settings.pictures.target_size
-    choices = {"overwrite": settings.overwrite, "origin": origin_of(settings.input_dir)}
+    origin = origin_of(settings.input_dir)
     return kinds.DataWork(
-        partial(prepare_images, **choices),
+        partial(prepare_images, origin=origin),
         settings.pictures,
         lambda report: kinds.prepared_counts(report, "held out", report.held_out),
         train_options=("--image-size", str(size)) if size < leaves(TrainVae)["image_size"].default else (),
-        check_output=partial(check_output, config=settings.pictures, **choices),
+        check_output=partial(check_output, config=settings.pictures, origin=origin),
     )
 
 
@@ -274,7 +274,7 @@ KIND = kinds.ModelKind(
     },
     prepare=kinds.DataCommand(
         groups={"pictures": VaePrepareConfig},
-        names=frozenset({"exclude", "mode", "overwrite", *leaves(VaePrepareConfig)}),
+        names=frozenset({"exclude", "mode", *leaves(VaePrepareConfig)}),
         work=prepare_pictures,
     ),
     validate=kinds.DataCommand(

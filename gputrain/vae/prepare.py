@@ -96,7 +96,6 @@ def prepare_images(
     exclude: Sequence[str] = (),
     num_workers: int = 0,
     progress: Progress = no_progress,
-    overwrite: bool = False,
     origin: str = "",
 ) -> VaePrepareReport:
     """Resizes every usable picture of a tree to a square, in the same tree under `output_dir`.
@@ -109,11 +108,11 @@ def prepare_images(
     `exclude` matches are ignored. `origin` names what the folder was unpacked from; default: the folder.
 
     Raises UserError if a folder is invalid, no picture is usable, a process dies or the disk is full;
-    the next run continues. It also raises UserError if the folder has pictures of other settings, unless `overwrite`.
+    the next run continues. It also raises UserError if the folder has pictures of other settings.
     """
     check_folders(input_dir, output_dir, "vae")
     origin = origin or str(input_dir.resolve())
-    check_output(output_dir, config, overwrite=overwrite, origin=origin)
+    check_output(output_dir, config, origin=origin)
     journal = Journal(output_dir / JOURNAL)  # Damaged rows are made again.
     journal.head = {"input_dir": origin}
     tree = scan_pictures(input_dir, exclude)
@@ -217,9 +216,9 @@ def recipe_of(config: VaePrepareConfig) -> JournalRow:
     return dict(vars(config))
 
 
-def check_output(output_dir: Path, config: VaePrepareConfig, *, overwrite: bool, origin: str) -> None:
+def check_output(output_dir: Path, config: VaePrepareConfig, *, origin: str) -> None:
     """Raises UserError if the folder contains anything but prepared pictures, those of another source than `origin`, or
-    those of other settings, unless `overwrite`."""
+    those of other settings."""
     journal = Journal(output_dir / JOURNAL)
     if journal.head is None:
         if output_dir.is_dir() and any(not file.name.startswith(".") for file in output_dir.iterdir()):
@@ -227,8 +226,7 @@ def check_output(output_dir: Path, config: VaePrepareConfig, *, overwrite: bool,
                 f"{output_dir}: holds files that were not prepared here", hint="choose an empty or a new folder"
             )
         return
-    if not overwrite:
-        check_recipe(journal, recipe_of(config))
+    check_recipe(journal, recipe_of(config))
     if journal.head != {"input_dir": origin}:
         before = journal.head.get("input_dir", "an unknown folder")
         raise UserError(
@@ -238,7 +236,7 @@ def check_output(output_dir: Path, config: VaePrepareConfig, *, overwrite: bool,
 
 
 def check_recipe(journal: Journal, recipe: JournalRow) -> None:
-    """Raises UserError if the folder has pictures of other settings, which would be replaced."""
+    """Raises UserError if the folder has pictures of other settings."""
     for row in journal.rows:
         before = row.get("recipe", {}) if "path" in row else recipe
         if before.keys() != recipe.keys():
@@ -246,7 +244,7 @@ def check_recipe(journal: Journal, recipe: JournalRow) -> None:
         if was := [f"{name} {before[name]}, not {recipe[name]}" for name in LOOKS if before[name] != recipe[name]]:
             raise UserError(
                 f"{journal.path.parent}: its pictures were prepared with other settings: {'; '.join(was)}",
-                hint="choose another --output-dir; --overwrite replaces these pictures",
+                hint="choose another output folder: --output-dir NEW_FOLDER",
             )
 
 

@@ -36,6 +36,7 @@ from gputrain.vae.norm_arithmetic import Arithmetic
 # The first steps move the mean colours up and down by several levels, because Adam changes all weights that they depend
 # on in the same direction. The average over a hundred steps has none of it.
 LEAST_DECAY = 0.99  # Decay of the EMA in the first steps from good weights.
+LPIPS_CROP = 256  # Pixels a side: VGG16 on whole pictures would take more memory than the autoencoder.
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class VaeRecipe:
             return [self._step_group(phase, self.autoencoder_loss, weights)]
 
         self.discriminator = PatchDiscriminator(self.losses.discriminator_channels, self.settings.data.image_channels)
-        self.balance = gan.Balance(self.losses.adaptive_weight_limit).to(self.runtime.device)
+        self.balance = gan.Balance().to(self.runtime.device)
         self.runtime.place(self.discriminator)
         self.runtime.compile_modules([self.discriminator])
         self.modules |= {"discriminator": self.discriminator, "balance": self.balance}
@@ -155,9 +156,9 @@ class VaeRecipe:
         noise_BLhw = draws.normal(self.settings.architecture.latent_channels, side, side, dtype=self.dtype)
         made_BCHW = noise_BLhw.new_empty(images_BCHW.shape) if self._discriminator_learns(step) else None
         top_B = left_B = None
-        if self.lpips is not None and 0 < self.losses.lpips_crop < loaded.shape[-1]:
+        if self.lpips is not None and loaded.shape[-1] > LPIPS_CROP:
             height, width = loaded.shape[-2:]
-            corners = crop_corners(draws.global_items, height, width, self.losses.lpips_crop, draws.generator)
+            corners = crop_corners(draws.global_items, height, width, LPIPS_CROP, draws.generator)
             top_B, left_B = map(draws.kept, corners)
         return VaeBatch(images_BCHW, noise_BLhw, made_BCHW, top_B, left_B, draws.global_items)
 
@@ -190,7 +191,7 @@ class VaeRecipe:
         if self._autoencoder_meets_adversary(step):
             scored_BCHW = made_BCHW.detach().requires_grad_()
             logits = self.discriminator(scored_BCHW)
-            loss_B = gan.generator_loss(self.losses.adversarial_loss, logits)
+            loss_B = gan.generator_loss("hinge", logits)
             yield Term("adversarial", loss_B.sum() / batch.global_items)
             adversarial_BCHW = _gradient(scored_BCHW)
             # VQGAN's adaptive weight is |gradient of the other losses| / |gradient of the adversarial one|, here on the
@@ -218,8 +219,7 @@ class VaeRecipe:
         if self.lpips is not None:
             if batch.top_B is not None and batch.left_B is not None:
                 made_BCHW, images_BCHW = (
-                    crop(pictures, batch.top_B, batch.left_B, self.losses.lpips_crop)
-                    for pictures in (made_BCHW, images_BCHW)
+                    crop(pictures, batch.top_B, batch.left_B, LPIPS_CROP) for pictures in (made_BCHW, images_BCHW)
                 )
             distance_B = self.lpips(as_rgb(made_BCHW), as_rgb(images_BCHW))
             yield Term(perceptual, distance_B.sum() / batch.global_items, self.weights[perceptual])
@@ -241,7 +241,7 @@ class VaeRecipe:
         real, fake = logits.split(len(images_BCHW))
         yield BatchStat("real_logits", gan.per_item(real.detach()).sum() / batch.global_items)
         yield BatchStat("fake_logits", gan.per_item(fake.detach()).sum() / batch.global_items)
-        loss_B = gan.discriminator_loss(self.losses.adversarial_loss, real, fake)
+        loss_B = gan.discriminator_loss("hinge", real, fake)
         if self.weights["lecam"]:
             loss_B = loss_B + self.weights["lecam"] * self.balance.lecam(real, fake)
         yield Term("real_fake", loss_B.sum() / batch.global_items)

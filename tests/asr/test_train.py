@@ -94,8 +94,9 @@ def test_a_run_is_read_and_reports_error_rates(undisturbed):
     assert rates[-1] < 0.2 * max(rates)  # tri-stage
 
 
-def test_transcripts_stand_next_to_their_references(store, tmp_path):
-    train(tmp_path, store, num_steps=1, num_text_samples=2)
+def test_transcripts_stand_next_to_their_references(store, tmp_path, monkeypatch):
+    monkeypatch.setattr("gputrain.asr.evaluate.SHOWN_CLIPS", 2)
+    train(tmp_path, store, num_steps=1)
     (text,) = [file.read_text() for file in (tmp_path / "samples").glob("transcripts_*.txt")]
     held_out = {clip.normalized for clip in open_speech(store, 0.2, kind="asr").parts.held_out}
     shown = [line.removeprefix("text: ") for line in text.splitlines() if line.startswith("text: ")]

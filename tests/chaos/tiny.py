@@ -52,7 +52,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         **recognisers.VARIANT,
         "num_steps": 1000,
         "eval_clips": 2,
-        "num_text_samples": 0,
     },
 }
 

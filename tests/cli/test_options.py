@@ -132,10 +132,10 @@ def test_a_flag_that_is_a_key_of_a_file_is_refused_with_the_line_to_write(typed,
 
 
 def test_several_files_beat_one_another_in_their_order(tmp_path):
-    (tmp_path / "a.yaml").write_text("batch_size: 3\nseed: 1\nlpips_crop: 64\n")
+    (tmp_path / "a.yaml").write_text("batch_size: 3\nseed: 1\ngamma: 0.5\nlearning_rate_schedule: exponential\n")
     (tmp_path / "b.yaml").write_text("seed: 2\n")
     made = invoked("train-vae", "-c", tmp_path / "a.yaml", "-c", tmp_path / "b.yaml")
-    assert (made.schedule.batch_size, made.schedule.seed, made.losses.lpips_crop) == (3, 2, 64)
+    assert (made.schedule.batch_size, made.schedule.seed, made.schedule.gamma) == (3, 2, 0.5)
 
 
 def test_the_shell_completes_commands_and_options():

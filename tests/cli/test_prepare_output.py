@@ -50,22 +50,18 @@ def test_drawings_are_ignored_and_another_size_asks_first(tmp_path):
     done = gputrain_here(*words, 32)
     assert done.returncode == 2
     assert "its pictures were prepared with other settings: target_size 64, not 32" in done.stderr
-    assert "--overwrite replaces these pictures" in done.stderr
+    assert "--output-dir NEW_FOLDER" in done.stderr
     assert {Image.open(path).size for path in out.glob("*.png")} == {(64, 64)}
-    assert gputrain_here(*words, 32, "--overwrite").returncode == 0
-    assert {Image.open(path).size for path in out.glob("*.png")} == {(32, 32)}
 
 
 @each_row(
     ({"kind": "asr", "language": "uz", "audio_sample_rate": 22050}, "does nothing with", "drop --audio-sample-rate"),
     ({"kind": "asr", "language": "uz", "espeak_voice": "uz"}, "does nothing with --kind asr", "drop --espeak-voice"),
     ({"kind": "asr", "language": "uz", "hop_size": 256}, "does nothing with --kind asr", "drop --hop-size"),
-    ({"kind": "tts", "language": "uz", "cue_gap": 0.5}, "does nothing with --kind tts", "drop --cue-gap"),
     ({"kind": "tts", "language": "en", "f0_min": 55}, "f0_min does nothing with --kind tts", "drop --f0-min"),
     ({"kind": "tts", "language": "en", "target_size": 64}, "target_size does nothing", "drop --target-size"),
     ({"kind": "vocoder", "target_size": 512}, "does nothing with --kind vocoder", "drop --target-size"),
     ({"kind": "vocoder", "language": "en"}, "language does nothing with --kind vocoder", "drop --language"),
-    ({"kind": "vocoder", "overwrite": True}, "overwrite does nothing with --kind vocoder", "drop --overwrite"),
     ({"audio_sample_rate": 22050}, "does nothing with --kind vae", "drop --audio-sample-rate"),
     ({"kind": "asr"}, "needs a language", "--language"),
     ({"kind": "tts"}, "needs a language", "--language characters"),

@@ -50,7 +50,7 @@ LISTED = Path(__file__).parent / "cuda_only_lines.yaml"
 EAGER = Hardware(use_torch_compile=False)
 ALL_DISCRIMINATORS = ["msd", "mpd", "mrd", "fast_mpd", "fast_mrd"]
 AUGMENTED = {"pc_aug": True, "volume_aug": True, "noise_sigma": 0.1}
-LPIPS = {"perceptual_loss": "lpips", "lpips_weights": ["unused"], "lpips_crop": 32}
+LPIPS = {"perceptual_loss": "lpips", "lpips_weights": ["unused"]}
 ADVERSARY = {"adversarial_weight": 0.5}
 
 # A recipe, its hardware, items at once, and copies to the device in a step. A step copies its batch, tensor by tensor,

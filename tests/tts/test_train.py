@@ -244,15 +244,15 @@ def test_a_clip_longer_than_all_the_rest_is_a_batch_of_its_own(tmp_path):
         assert all(math.isfinite(value) for value in row.values())
 
 
-def test_batches_by_seconds_of_sound(store):
-    limits = {"batch_seconds": 1.2, "max_padding": 0.5, "batch_size": 8}
+def test_batches_are_limited_by_their_sound(store):
+    limits = {"max_batch_audio_ratio": 1.0, "max_padding": 0.5, "batch_size": 8}
     settings = assemble(TrainTts, {**TINY, **limits, "data_path": str(store)})
     buckets = fill_buckets(settings, open_speech(store, 0.2))
-    assert buckets.batch_frames == math.ceil(1.2 * RATE_HZ / HOP)
+    assert buckets.batch_frames == math.ceil(8 * float(np.mean(buckets.longest_M)))
     for number in range(len(buckets)):
         frames_B = buckets.frames_N[buckets.members((0, number))]
         assert len(frames_B) * frames_B.max() <= buckets.batch_frames
-    assert len(buckets) > len(fill_buckets(assemble(TrainTts, {**flatten(settings), "batch_seconds": 0.0}),
+    assert len(buckets) > len(fill_buckets(assemble(TrainTts, {**flatten(settings), "max_batch_audio_ratio": 4.0}),
         open_speech(store, 0.2)))  # fmt: skip
 
 

@@ -280,10 +280,15 @@ def lpips():
     return model
 
 
+@pytest.fixture
+def small_crops(monkeypatch):
+    monkeypatch.setattr("gputrain.vae.recipe.LPIPS_CROP", 32)
+
+
 def after_lpips(lpips, tmp_path, **changes):
     """Returns weights and terms after two steps in which LPIPS is the only loss on the picture."""
     settings = settings_of(
-        perceptual_loss="lpips", lpips_weights=["unused"], lpips_crop=32, image_size=40, reconstruction_weight=0.0,
+        perceptual_loss="lpips", lpips_weights=["unused"], image_size=40, reconstruction_weight=0.0,
         adversarial_weight=0.0, kl_weight=0.0, ema_decay=0.0, batch_size=4, **changes,
     )  # fmt: skip
     recipe = VaeRecipe(settings, cpu_runtime(), lpips=lpips)
@@ -297,7 +302,7 @@ def after_lpips(lpips, tmp_path, **changes):
 
 
 @pytest.mark.slow
-def test_lpips_teaches_and_does_not_depend_on_the_split(lpips, tmp_path):
+def test_lpips_teaches_and_does_not_depend_on_the_split(small_crops, lpips, tmp_path):
     """Each picture has its own random crop, drawn for the whole batch."""
     before, at_once, scalars = after_lpips(lpips, tmp_path)
     assert float(scalars["loss/autoencoder/lpips"]) > 0
@@ -310,8 +315,8 @@ def test_lpips_teaches_and_does_not_depend_on_the_split(lpips, tmp_path):
     assert torch.nn.functional.cosine_similarity(moves(before, at_once), moves(before, split), dim=0) > 0.999
 
 
-def test_lpips_looks_where_it_was_drawn_to(lpips):
-    settings = settings_of(perceptual_loss="lpips", lpips_weights=["unused"], lpips_crop=32, image_size=40)
+def test_lpips_looks_where_it_was_drawn_to(small_crops, lpips):
+    settings = settings_of(perceptual_loss="lpips", lpips_weights=["unused"], image_size=40)
     recipe = VaeRecipe(settings, cpu_runtime(), lpips=lpips)
     batch = recipe.prepare(torch.nn.functional.interpolate(crops(0, 4).float(), size=40).byte(), 0)
     made, images = torch.rand(4, 3, 40, 40), vae.to_unit(batch.images_BCHW)
@@ -331,8 +336,8 @@ def moves(before, after):
     return torch.cat([(after[name] - before[name]).flatten() for name in before])
 
 
-def test_lpips_looks_at_another_place_of_each_picture_in_each_step(lpips):
-    settings = settings_of(perceptual_loss="lpips", lpips_weights=["unused"], lpips_crop=32, image_size=400)
+def test_lpips_looks_at_another_place_of_each_picture_in_each_step(small_crops, lpips):
+    settings = settings_of(perceptual_loss="lpips", lpips_weights=["unused"], image_size=400)
     recipe = VaeRecipe(settings, cpu_runtime(), lpips=lpips)
     pictures = torch.zeros(4, 3, 400, 400, dtype=torch.uint8)
     places = [recipe.prepare(pictures, step) for step in (0, 1)]
@@ -342,10 +347,7 @@ def test_lpips_looks_at_another_place_of_each_picture_in_each_step(lpips):
     assert recipe.prepare(pictures[..., :32, :32], 0).top_B is None
 
 
-@each_row(
-    ({"perceptual_loss": "lpips"}, "perceptual_loss lpips needs lpips_weights"),
-    ({"lpips_crop": 16}, "lpips_crop 16 is too small"),
-)
+@each_row(({"perceptual_loss": "lpips"}, "perceptual_loss lpips needs lpips_weights"))
 def test_lpips_settings_that_cannot_be(changes, message):
     with pytest.raises(UserError, match=message):
         settings_of(**changes)
