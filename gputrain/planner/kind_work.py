@@ -29,12 +29,15 @@ class PlanTarget:
     """The training that a plan is for.
 
     `build(runtime, checkpointing)` makes its recipe; `load()` returns the largest batch as the data loader does, and
-    `load(items)` one of another size. `model_name`: the class of a user's model, whose errors are explained.
+    `load(items)` one of another size. `model_name`: the class of a user's model, whose errors are explained. Up to
+    `proportional_up_to` items, all that a step allocates and computes is proportional to the items or does not depend
+    on them; 0: unknown.
     """
 
     build: Callable[[Runtime, bool], Recipe]
     load: Callable[..., Any]
     model_name: str = ""
+    proportional_up_to: float = 0
 
 
 class TrainSettings(Protocol):

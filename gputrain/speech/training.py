@@ -247,7 +247,7 @@ def plan_target(
         ids_BS = torch.zeros(items, clip.symbols, dtype=torch.int64)
         return even_bucket(ids_BS, torch.zeros(items, clip.frames * hop_size), clip.frames)
 
-    return PlanTarget(build, load)
+    return PlanTarget(build, load, proportional_up_to=math.inf)
 
 
 def fit_length(x: Tensor, size: int) -> Tensor:

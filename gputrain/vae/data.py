@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +20,7 @@ from gputrain.hw.runtime import Runtime
 from gputrain.planner.kind_work import BatchSource, PlanTarget, StageData, StageTraining, TrainingData, TrainingStart
 from gputrain.planner.memory.predict import step_flops
 from gputrain.session import log_start
+from gputrain.vae.attention import SCORES
 from gputrain.vae.config import TrainVae
 from gputrain.vae.dataset import CropDataset, Pictures, decoding_seconds
 from gputrain.vae.evaluate import HeldOutPictures
@@ -194,7 +196,10 @@ def plan_target(settings: TrainVae) -> PlanTarget:
         size = settings.data.image_size
         return torch.zeros(items, settings.data.image_channels, size, size, dtype=torch.uint8)
 
-    return PlanTarget(build, load)
+    # Attention in blocks computes as many scores at a time for any number of pictures.
+    has_attention = settings.architecture.mid_block_add_attention
+    side = settings.data.image_size // settings.architecture.downsampling
+    return PlanTarget(build, load, proportional_up_to=SCORES / side**4 if has_attention else math.inf)
 
 
 def item_flops(settings: TrainVae, step: int) -> float:

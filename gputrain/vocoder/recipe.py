@@ -318,4 +318,5 @@ def target(settings: TrainVocoder) -> PlanTarget:
         samples = frames * settings.spectrogram.hop_size
         return torch.zeros(items, samples, dtype=torch.int16), torch.zeros(items, frames)
 
-    return PlanTarget(build, load)
+    # pc_aug shifts a share of the items, rounded up.
+    return PlanTarget(build, load, proportional_up_to=0 if settings.losses.pc_aug else math.inf)

@@ -11,11 +11,12 @@ from gputrain.config import assemble
 from gputrain.planner import model_planner
 from gputrain.planner.memory import predict
 from gputrain.planner.memory.fit import MemoryModel
-from gputrain.planner.memory.predict import MemoryEstimate
+from gputrain.planner.memory.predict import MemoryEstimate, predict_step, predict_steps
 from gputrain.planner.model_planner import FILES, ModelPlanner, kept_model, sources_digest
-from gputrain.planner.time.roofline import KernelCost, StepCost
+from gputrain.planner.time.roofline import KernelCost, StepCost, StepTotals
 from gputrain.vocoder.config import PlanVocoder
 from gputrain.vocoder.kind import VocoderWork
+from tests.planner.step_counts import plan_of
 
 KERNELS = (
     KernelCost("fused, backward", 3, 1e9 / 3, 0.0, 0.0, 1.0, True, True),
@@ -38,14 +39,16 @@ def test_a_kept_plan_is_the_same(monkeypatch):
     """To any digit, with and without checkpointing, for two cards of which one is too small without it."""
     made = []
 
-    def predicted(target, plan, micro_batch_size, checkpointing):
-        if micro_batch_size == 1:
-            made.append(checkpointing)
+    def predicted(target, plan, sizes, checkpointing):
+        made.append(checkpointing)
         item_gb = (1 / 7 if checkpointing else 13.1) + len(made) / 1e9
-        gb = {"parameters": 0.1 + 0.2, "optimizer": 1 / 3, "activations": item_gb * micro_batch_size}
-        return MemoryEstimate(sum(gb.values()), sum(gb.values()), gb, 10**9 * micro_batch_size, KERNELS, KERNELS[1:])
+        parts = [{"parameters": 0.1 + 0.2, "optimizer": 1 / 3, "activations": item_gb * size} for size in sizes]
+        return [
+            MemoryEstimate(sum(gb.values()), sum(gb.values()), gb, 10**9 * size, KERNELS, KERNELS[1:])
+            for gb, size in zip(parts, sizes, strict=True)
+        ]
 
-    monkeypatch.setattr(predict, "predict_step", predicted)
+    monkeypatch.setattr(predict, "predict_steps", predicted)
 
     def plans(**changes):
         settings = assemble(PlanVocoder, {**SMALL, **changes})
@@ -105,3 +108,19 @@ def test_a_folder_that_takes_nothing_does_no_harm(tmp_path, monkeypatch, caplog)
     for number in range(FILES // 20):
         kept_model(number, lambda: MODEL)
     assert len(list((tmp_path / "plans").iterdir())) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_one_step_tells_those_of_other_sizes(checkpointing):
+    """Of 1,009 items: what this prime divides grows with the items."""
+    settings, work = assemble(PlanVocoder, SMALL), VocoderWork()
+    target, plan = work.target(settings), plan_of(settings, work)
+    sizes = (1, 4)
+    for size, found in zip(sizes, predict_steps(target, plan, sizes, checkpointing), strict=True):
+        alone = predict_step(target, plan, micro_batch_size=size, checkpointing=checkpointing)
+        assert found.parts == pytest.approx(alone.parts, rel=1e-6)
+        assert found.reserved_gb == pytest.approx(alone.reserved_gb, rel=1e-6)
+        ours, theirs = (tuple(StepTotals.of((*step.micro_batch, *step.update))) for step in (found, alone))
+        # A tensor of one item needs fewer copies, and more sums of 1,009 items take several blocks of threads.
+        assert ours == pytest.approx(theirs, rel=3e-2)

@@ -41,7 +41,7 @@ def global_batch_size(side: int, batch: int, **values) -> float:
 @pytest.mark.parametrize("row", [slow(row) for row in range(5)], ids=lambda row: str(ROWS[row]))
 def test_rows_of_the_reference_table(row, monkeypatch):
     """The reference counted tensors alone; cuDNN's workspaces add 0.8 %."""
-    monkeypatch.setattr(timeline, "cudnn_workspace", lambda *arguments, **named: 0)
+    monkeypatch.setattr(timeline, "cudnn_workspace", lambda *arguments, **named: (0, 0))
     side, batch = ROWS[row]
     assert global_batch_size(side, batch, recompute_norms=False, use_torch_compile=False) == pytest.approx(
         STOCK[row], rel=0.005

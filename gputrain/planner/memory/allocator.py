@@ -14,6 +14,7 @@ class StorageEvent:
 
     storage: int
     bytes: int
+    weights: int = 0  # Bytes of copies of weights among them, which do not grow with the items.
 
 
 def rounded(bytes_: int) -> int:

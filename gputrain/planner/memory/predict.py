@@ -7,11 +7,12 @@ compiler would fuse. GB is 1e9 bytes.
 """
 
 import functools
+import itertools
 import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import Runtime, is_out_of_memory
 from gputrain.planner.kind_work import PlanTarget
-from gputrain.planner.memory.allocator import CachingAllocator, PlainAllocator
+from gputrain.planner.memory.allocator import CachingAllocator, PlainAllocator, StorageEvent
 from gputrain.planner.memory.fake_runtime import FakeRuntime, on_fake_tensors
 from gputrain.planner.memory.fit import MemoryModel
 from gputrain.planner.memory.timeline import MemoryTimeline
@@ -85,11 +86,38 @@ def predict_step(
     are the gradients of each group, as in the second micro-batch of a step. `caching_allocator`: whether the memory is
     that of CUDA's allocator; None: on a GPU. Raises UserError if an operator needs values, and names it and its module.
     """
+    step = _step_on_shapes(target, plan, micro_batch_size, checkpointing, gradients_resident)
+    return step.estimate(_allocator(plan, caching_allocator))
+
+
+# The least number of items of a step that tells those of other sizes: more than most other sizes of a step, such as its
+# frames; where a target is not proportional for so many, more than the sizes of most kernels.
+LARGE_PRIME, SMALL_PRIME = 1009, 13
+
+
+def predict_steps(target: PlanTarget, plan: Plan, sizes: Sequence[int], checkpointing: bool) -> list[MemoryEstimate]:
+    """Returns the memory of steps on micro-batches of these sizes: of one step on a prime number of items, where all of
+    it is proportional to the items or does not depend on them."""
+    candidates = (max(least, *sizes) for least in (LARGE_PRIME, SMALL_PRIME))
+    least = next((items for items in candidates if 2 * items <= target.proportional_up_to), None)
+    if least is None:
+        return [predict_step(target, plan, micro_batch_size=size, checkpointing=checkpointing) for size in sizes]
+    step = _step_on_shapes(target, plan, least, checkpointing, prime=True)
+    return [step.of_items(size).estimate(_allocator(plan, None)) for size in sizes]
+
+
+def _step_on_shapes(
+    target: PlanTarget,
+    plan: Plan,
+    items: int,
+    checkpointing: bool,
+    gradients_resident: bool = True,
+    prime: bool = False,
+) -> "WatchedStep":
     timeline = MemoryTimeline.on(str(plan.device.value))
     with on_fake_tensors(), explained(target.model_name):
         runtime = FakeRuntime(plan, timeline)
-        step = watch_step(target, runtime, timeline, micro_batch_size, checkpointing, gradients_resident)
-    return step.estimate(_allocator(plan, caching_allocator))
+        return watch_step(target, runtime, timeline, items, checkpointing, gradients_resident, prime)
 
 
 @dataclass(frozen=True)
@@ -99,9 +127,37 @@ class WatchedStep:
     timeline: MemoryTimeline
     micro_batch: list[Operator]
     update: list[Operator]  # Operators that follow the gradients: clipping, the optimizers' steps, and averages.
+    items: int
+    batch: range  # Storages of the whole batch.
+    batch_items: int  # Items of the target's largest batch.
 
     def estimate(self, allocator: PlainAllocator | CachingAllocator) -> MemoryEstimate:
         return MemoryEstimate.of(self.timeline, self.micro_batch, self.update, allocator)
+
+    def of_items(self, items: int) -> "WatchedStep":
+        """Returns the step on `items` items of the target's largest batch, from one on a prime number of items.
+
+        Sizes that the prime divides grow with the items, because it divides no dimension of a weight, and is larger
+        than most other sizes, such as the number of frames.
+        """
+        prime = self.items
+
+        def scaled(size: float, items: int = items) -> float:
+            return size if size % prime else size / prime * items
+
+        def scaled_operator(operator: Operator) -> Operator:
+            reads, writes = (
+                {number: scaled(size) for number, size in each.items()} for each in (operator.reads, operator.writes)
+            )
+            tiles = operator.tiles / prime * items if writes != operator.writes else operator.tiles
+            return replace(operator, reads=reads, writes=writes, flops=scaled(operator.flops), tiles=tiles)
+
+        def scaled_event(event: StorageEvent) -> StorageEvent:
+            grown = scaled(event.bytes - event.weights, self.batch_items if event.storage in self.batch else items)
+            return StorageEvent(event.storage, event.weights + round(grown))
+
+        timeline = MemoryTimeline([scaled_event(event) for event in self.timeline.events], self.timeline.kinds)
+        return replace(self, timeline=timeline, micro_batch=[scaled_operator(each) for each in self.micro_batch])
 
 
 def watch_step(
@@ -111,18 +167,21 @@ def watch_step(
     items: int,
     checkpointing: bool = False,
     gradients_resident: bool = True,
+    prime: bool = False,
 ) -> WatchedStep:
-    """Runs a step of the target on one micro-batch of `items` items, and notes its storages and operators.
+    """Runs a step of the target on one micro-batch of `items` items, or with `prime` of the next prime number of them
+    that divides no dimension of a weight, and notes its storages and operators.
 
     The tensors are those of the runtime: fake ones, or real ones.
     """
-    resident = ResidentStep.of(target, runtime, checkpointing, items)
+    resident = ResidentStep.of(target, runtime, checkpointing, items, prime)
     recipe, log = resident.recipe, timeline.log
-    micro_batch = resident.micro_batch(items)
+    micro_batch = resident.micro_batch(items) if not prime else resident.batch
     timeline.note("optimizer", optimizer_tensors(recipe))
     timeline.note("parameters", weights_of(recipe))
+    known = len(timeline.kinds)
     timeline.note("parameters", batch_tensors(resident.batch))
-    begin = len(timeline.events)
+    batch, begin = range(known, len(timeline.kinds)), len(timeline.events)
     computed: list[Operator] = []
     update: list[Operator] = []
     for group in recipe.step_groups:
@@ -147,7 +206,8 @@ def watch_step(
     with timeline.watching():
         recipe.average(resident.step)
     timeline.repeat(begin)
-    return WatchedStep(timeline, computed, update + log.drain())
+    watched = recipe.size(micro_batch)
+    return WatchedStep(timeline, computed, update + log.drain(), watched, batch, resident.batch_items)
 
 
 @dataclass(frozen=True)
@@ -157,20 +217,28 @@ class ResidentStep:
     state: TrainState
     batch: Batch
     step: int
+    batch_items: int  # Items of the target's largest batch.
 
     @classmethod
-    def of(cls, target: PlanTarget, runtime: Runtime, checkpointing: bool, items: int = 1) -> "ResidentStep":
-        """Returns the step on the target's largest batch, or on one of `items` items if that is more."""
+    def of(
+        cls, target: PlanTarget, runtime: Runtime, checkpointing: bool, items: int = 1, prime: bool = False
+    ) -> "ResidentStep":
+        """Returns the step on the target's largest batch, or on one of `items` items if that is more; with `prime` on
+        the next prime number of them that divides no dimension of a weight."""
         recipe = target.build(runtime, checkpointing)
         step = recipe.peak_memory_step(0)
         batch = recipe.prepare(target.load(), step)
-        if recipe.size(batch) < items:
+        batch_items = recipe.size(batch)
+        if prime:
+            sizes = {size for weight in weights_of(recipe) for size in weight.shape}
+            items = next(number for number in primes_from(items) if all(size % number for size in sizes))
+        if prime or batch_items < items:
             batch = recipe.prepare(target.load(items), step)
         for phase in phases_of(recipe):
             allocate_gradients(phase)
             phase.optimizer.step()  # It allocates the optimizer's state.
             phase.optimizer.zero_grad(set_to_none=True)
-        return cls(TrainState.for_measurement(recipe, runtime), batch, step)
+        return cls(TrainState.for_measurement(recipe, runtime), batch, step, batch_items)
 
     @property
     def recipe(self) -> Recipe:
@@ -182,6 +250,10 @@ class ResidentStep:
 
     def add_gradients(self, group: StepGroup, micro_batch: Batch) -> None:
         gradients(self.state, group, micro_batch, 1, self.step)
+
+
+def primes_from(least: int) -> Iterator[int]:
+    return (n for n in itertools.count(least) if all(n % divisor for divisor in range(2, math.isqrt(n) + 1)))
 
 
 def weights_of(recipe: Recipe) -> list[Tensor]:
@@ -243,9 +315,7 @@ def memory_models(target: PlanTarget, plan: Plan, most: int) -> Callable[[bool],
 
     @functools.cache
     def memory_model(checkpointing: bool) -> MemoryModel:
-        one, more = (
-            predict_step(target, plan, micro_batch_size=items, checkpointing=checkpointing) for items in (1, most)
-        )
+        one, more = predict_steps(target, plan, (1, most), checkpointing)
         return memory_model_of(one, more, most, grows=_grows(plan))
 
     return memory_model

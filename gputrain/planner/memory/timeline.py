@@ -118,11 +118,11 @@ class MemoryTimeline:
         self.events = [event for event in self.events if event.storage not in forgotten]
         self._forgotten |= forgotten
 
-    def _use(self, size: int) -> None:
+    def _use(self, size: int, weights: int) -> None:
         """Notes a workspace of an operator, which is freed when the operator ends; 0: it has none."""
         if not size:
             return
-        self.events += [StorageEvent(len(self.kinds), size), StorageEvent(len(self.kinds), 0)]
+        self.events += [StorageEvent(len(self.kinds), size, weights), StorageEvent(len(self.kinds), 0)]
         self.kinds.append("workspace")
         self._numbers.count += 1
 
@@ -162,6 +162,6 @@ class _Watch(OperatorMode):  # type: ignore[no-untyped-call]
             return
         new = timeline._see(made)
         if timeline.log.cudnn:
-            timeline._use(cudnn_workspace(function, arguments, made, compiled=timeline.log.region is not None))
+            timeline._use(*cudnn_workspace(function, arguments, made, compiled=timeline.log.region is not None))
         if new or function._schema.is_mutable:
             timeline.log.record(function, arguments, named, made)

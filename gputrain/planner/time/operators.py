@@ -356,17 +356,19 @@ def _product(call: _Call, kernel: Operator, tensors: Sequence[Tensor], groups: i
     return made
 
 
-def cudnn_workspace(function: Any, arguments: tuple[Any, ...], made: Any, *, compiled: bool) -> int:
-    """Returns the bytes of the copies in NHWC that cuDNN makes for a convolution or a product of its backward pass."""
+def cudnn_workspace(function: Any, arguments: tuple[Any, ...], made: Any, *, compiled: bool) -> tuple[int, int]:
+    """Returns the bytes of the copies in NHWC that cuDNN makes for a convolution or a product of its backward pass, and
+    how many of them are of the weight."""
     name = function.overloadpacket.__name__
     if name == "convolution":
         x, weight, result, groups = arguments[0], arguments[1], made, arguments[8]
     elif name == "convolution_backward":
         result, x, weight, groups = *arguments[:3], arguments[9]
     else:
-        return 0
+        return 0, 0
     converted = converted_by_cudnn(x, result, groups, compiled=compiled)
-    return sum(copy.numel() * copy.element_size() for copy in (weight, *converted)) if converted else 0
+    copied, *activations = (tensor.numel() * tensor.element_size() for tensor in (weight, *converted))
+    return (copied + sum(activations), copied) if activations else (0, 0)
 
 
 def _convolution(call: _Call, flops: float, bytes_of: Sizes) -> list[Operator]:
