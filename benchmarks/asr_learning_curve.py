@@ -19,7 +19,7 @@ from gputrain.asr.evaluate import rates_of, recognise_clips
 from gputrain.asr.load import load_recogniser
 from gputrain.engine.checkpoint import LAST
 from gputrain.speech.buckets import open_speech
-from gputrain.speech.frames import ENCODER_RATE
+from gputrain.speech.config import ENCODER_RATE
 
 SETTINGS = (
     "batch_size", "num_steps", "learning_rate", "learning_rate_schedule", "warmup_steps", "mask_time_prob", "seed",

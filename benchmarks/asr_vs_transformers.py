@@ -49,7 +49,7 @@ from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
 from gputrain.speech.buckets import Speech, open_speech
-from gputrain.speech.frames import encoder_frames
+from gputrain.speech.config import encoder_frames
 
 SMALL = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 1024,
          "conv_dim": (128,) * 7, "num_conv_pos_embeddings": 128}  # fmt: skip

@@ -28,8 +28,8 @@ from gputrain.bench import runner
 from gputrain.files import FULL_SCALE
 from gputrain.hw.probe import machine_facts
 from gputrain.speech.buckets import Buckets
+from gputrain.speech.config import STRIDE, encoder_frames
 from gputrain.speech.error_rates import error_rates
-from gputrain.speech.frames import STRIDE, encoder_frames
 
 METRICS = ("cer", "ctc_loss")
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gputrain.errors import UserError
-from gputrain.speech.frames import STRIDE
+from gputrain.speech.config import STRIDE
 
 RecogniserPreset = Literal["tiny", "base", "xls-r-300m", "xls-r-1b"]
 AdapterKind = Literal["none", "lora", "attention"]

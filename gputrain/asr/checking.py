@@ -25,8 +25,8 @@ from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on
 from gputrain.speech.checker import NotRecognised, SentenceTimes, TranscriptCheck
+from gputrain.speech.config import STRIDE
 from gputrain.speech.error_rates import character_error_rate
-from gputrain.speech.frames import STRIDE
 from gputrain.speech.text.frontend import shortened
 from gputrain.speech.text.vocabulary import ABSENT
 

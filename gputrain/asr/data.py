@@ -26,7 +26,7 @@ from gputrain.fetch.names import refuse_graph
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.kind_work import TrainingStart
 from gputrain.speech.buckets import Buckets, ClipBatch, ClipSize, Speech, buckets_of, open_speech
-from gputrain.speech.frames import ENCODER_RATE, STRIDE
+from gputrain.speech.config import ENCODER_RATE, STRIDE
 from gputrain.speech.text.vocabulary import ABSENT, Vocabulary, match_symbols
 from gputrain.speech.training import SpeechTraining, size_of_clip, synthetic_bucket
 

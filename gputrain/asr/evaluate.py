@@ -28,8 +28,8 @@ from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on
 from gputrain.samples import Report, SoundSample, clip_caption
 from gputrain.speech.buckets import Speech, open_speech
+from gputrain.speech.config import STRIDE
 from gputrain.speech.error_rates import character_error_rate, error_rates
-from gputrain.speech.frames import STRIDE
 from gputrain.speech.store import SpeechClip, SpeechStore, format_store_folders
 
 log = logging.getLogger(__name__)

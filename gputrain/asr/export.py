@@ -27,8 +27,8 @@ from gputrain.audio.synthetic import say, sentences
 from gputrain.errors import UserError, import_package
 from gputrain.files import Progress, StepProgress, no_progress, written_aside
 from gputrain.kinds import Exported
+from gputrain.speech.config import STRIDE
 from gputrain.speech.error_rates import Edits, character_edits
-from gputrain.speech.frames import STRIDE
 from gputrain.speech.store import SpeechStore
 from gputrain.speech.text.vocabulary import ABSENT, DELIMITER, Vocabulary
 

@@ -26,8 +26,8 @@ from gputrain.asr.config import (
 from gputrain.audio.config import ClipEvaluation
 from gputrain.formatting import counted
 from gputrain.planner.kind_work import SWITCHES, KindWork, PlannedTraining, StepTraits, SyntheticWork
+from gputrain.speech.config import STRIDE
 from gputrain.speech.data_commands import PREPARED_SPEECH, prepare_command, validate_command, write_demo_speech
-from gputrain.speech.frames import STRIDE
 
 if TYPE_CHECKING:
     from gputrain.asr.data import AsrTraining
@@ -143,10 +143,10 @@ class AsrWork(KindWork[TrainAsr]):
         clips = None
         if settings.data.data_path != PlannedData.data_path:
             speech = open_training_speech(settings)
-            clips, rate = len(speech.split.mixture()), speaking_rate(speech)
+            clips, (clip_seconds, labels_a_second) = len(speech.split.mixture()), speaking_rate(speech)
             facts = PlannedSpeech(
-                clip_seconds=rate.clip_seconds,
-                labels_a_second=rate.symbols_a_second,
+                clip_seconds=clip_seconds,
+                labels_a_second=labels_a_second,
                 num_symbols=len(speech.store.format.vocabulary.symbols),
             )
             settings = replace(settings, speech=facts)

@@ -21,7 +21,7 @@ from gputrain.asr.pretrained import VOCABULARY, is_pretrained, local_recogniser,
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import format_list, load_weights, refuse_nonfinite, trained_weights
 from gputrain.errors import UserError, first_line
-from gputrain.speech.frames import ENCODER_RATE, FIELD, encoder_frames
+from gputrain.speech.config import ENCODER_RATE, FIELD, encoder_frames
 from gputrain.speech.subtitles import TimedWord
 from gputrain.speech.text.vocabulary import UNDETERMINED, Vocabulary
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gputrain.speech.frames import FIELD, STRIDE
+from gputrain.speech.config import FIELD, STRIDE
 
 NORMALIZING_EPSILON = 1e-7  # As in transformers' Wav2Vec2FeatureExtractor.
 

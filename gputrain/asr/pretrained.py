@@ -22,7 +22,7 @@ from gputrain.asr.config import PUBLISHED
 from gputrain.engine import checkpoint
 from gputrain.errors import UserError, first_line
 from gputrain.fetch.names import local_path
-from gputrain.speech.frames import ENCODER_RATE
+from gputrain.speech.config import ENCODER_RATE
 from gputrain.speech.text.vocabulary import ABSENT, BLANK, DELIMITER, UNDETERMINED, UNKNOWN, Vocabulary
 from gputrain.weights import is_safetensors, log_unused, other_file, read_weights_file
 

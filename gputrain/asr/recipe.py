@@ -26,7 +26,7 @@ from gputrain.engine.optim import Ema, FusedAdamW, adamw
 from gputrain.engine.recipe import BatchStat, Phase, StepGroup, Term, Yielded
 from gputrain.hw.runtime import Runtime
 from gputrain.speech.buckets import ClipBatch, ClipSize
-from gputrain.speech.frames import STRIDE, encoder_frames
+from gputrain.speech.config import STRIDE, encoder_frames
 from gputrain.speech.training import BucketRecipe, fit_length
 
 ALGORITHMS: Mapping[OptimizerName, type[FusedAdamW]] = {"adamw": FusedAdamW, "adamw-8bit": EightBitAdamW}

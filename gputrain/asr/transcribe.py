@@ -33,7 +33,7 @@ from gputrain.errors import UserError
 from gputrain.files import Progress, check_report, no_progress, output_names, writing
 from gputrain.hw.runtime import runtime_on
 from gputrain.speech import subtitles
-from gputrain.speech.frames import FIELD, STRIDE, encoder_frames
+from gputrain.speech.config import FIELD, STRIDE, encoder_frames
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from gputrain.errors import UserError, require
 from gputrain.fetch.names import kind_of, local_path
 from gputrain.hw.doctor import CheckCompatibility, check_machine
 from gputrain.kinds import ModelKind, OwnCommand, kinds
-from gputrain.speech.text.commands import Normalize
+from gputrain.speech.config import Normalize
 from gputrain.watch.options import WatchSettings
 
 app = typer.Typer(
@@ -111,9 +111,9 @@ def fetch(settings: FetchSettings) -> None:
 @command(app, "Data")
 def normalize(settings: Normalize) -> None:
     """Print the normalised form of a text, of a file, or of standard input, as a voice is trained on it."""
-    from gputrain.speech.text import commands
+    from gputrain.speech.text.lines import normalize_lines
 
-    for line in commands.normalize_lines(settings):
+    for line in normalize_lines(settings):
         ui.out.print(line, markup=False, highlight=False, soft_wrap=True)
         if ui.out.quiet:  # Nobody reads the lines any more, and standard input may have no end.
             break

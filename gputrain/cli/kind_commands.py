@@ -100,8 +100,7 @@ def validate(settings: ValidateSettings) -> None:
 
 def _show(title: str, work: DataWork, report: Any, output_file: Path | None) -> None:
     tables.print_refusals(report.refused)
-    for reason in getattr(report, "suspicions", ()):
-        tables.print_refusals([item for item in report.suspicious if item.reason == reason], shown=5)
+    tables.print_refusals(getattr(report, "differing", []), shown=5)
     ui.print_figures(title, work.figures(report))
     for finding in getattr(report, "findings", ()):
         ui.err.print(f"[yellow]note:[/] {escape(finding)}", soft_wrap=True)

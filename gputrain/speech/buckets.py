@@ -34,8 +34,7 @@ from gputrain.data_in.split import (
 from gputrain.engine.data import Sample
 from gputrain.errors import UserError
 from gputrain.hw.ranks import SINGLE, Ranks
-from gputrain.speech.config import POLICIES, SpeechData, SpeechKind
-from gputrain.speech.frames import ENCODER_RATE, STRIDE, encoder_frames
+from gputrain.speech.config import ENCODER_RATE, POLICIES, STRIDE, SpeechData, SpeechKind, encoder_frames
 from gputrain.speech.packing import Integers, cut, random_words, shape_borders, shuffled_by_length
 from gputrain.speech.store import SpeechClip, SpeechStore, frame_count, joined
 

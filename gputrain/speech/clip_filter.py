@@ -1,5 +1,5 @@
 """Selects the clips that a voice or a recogniser is trained on, with a reason for each other one, and finds what is odd
-about their texts: rare symbols, mixed scripts, texts that are unlikely to be said."""
+about their texts: rare symbols, mixed scripts, signs that are lost."""
 
 import math
 import re
@@ -9,15 +9,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from gputrain.audio.prepare import RefusalReason
 from gputrain.data_in.preparation import RefusedItem
 from gputrain.errors import UserError
-from gputrain.speech.config import SpeechPrepareConfig
-from gputrain.speech.frames import encoder_frames
+from gputrain.speech.config import SpeechPrepareConfig, encoder_frames
 from gputrain.speech.store import Recording, SpeechClip, SpeechFormat, frame_count
-from gputrain.speech.text.frontend import Frontend, frontend, shortened
+from gputrain.speech.text.frontend import RESERVED, Frontend, frontend, shortened
 from gputrain.speech.text.language import CHARACTERS
 from gputrain.speech.text.raw import RawRules, checked_language
 from gputrain.speech.text.unicode_cleanup import APOSTROPHES, IPA_SIGNS, is_removed, script_of
@@ -43,11 +42,8 @@ ALIKE = (
     "şș", "ţț", "ģǵ", "ïї", "ëё", "äӓ", "öӧ", "ÿӱ", "ăӑ", "ңӊ", "қӄ", "یي", "یى", "کك", "ہه", "ۃة", "۴٤", "۵٥", "۶٦",
     "'ʼ", "’ʼ", "ʻʼ",
 )  # fmt: skip
-SHORT = 60  # maximum number of characters of an excerpt
 # Remarks about a sound, and what programs write for a missing text.
 ANNOTATION = re.compile(r"\[[^\[\]]+\]|<[^<>]+>|\{[^{}]+\}|\*[^*]+\*|\(\([^()]*\)\)|♪|^(?:nan|NaN|None|null|NULL|N/A)$")
-
-SuspicionReason = Literal["digits", "mixed scripts", "annotation", "text differs"]
 
 Reader: TypeAlias = Frontend | Vocabulary
 
@@ -270,29 +266,19 @@ def _evenly_spoken(
     return kept
 
 
-# ------------------------------------------------------------------------------------------------ texts of a recogniser
+# ---------------------------------------------------------------------------------------------- symbols of all texts
 
 
-@dataclass(frozen=True)
-class SuspiciousText:
-    """A text that may not be what is said. `path` names the clip."""
-
-    path: str
-    reason: SuspicionReason
-    detail: str
-
-
-def symbol_counts(clips: Iterable[SpeechClip], vocabulary: Vocabulary) -> dict[str, int]:
-    """Returns the occurrences of every symbol but the blank and the unknown one, the most frequent first."""
-    found = Counter(number for clip in clips for number in vocabulary.ids(clip.normalized))
-    hidden = {vocabulary.blank, vocabulary.unknown_id}
-    counts = {symbol: found[number] for number, symbol in enumerate(vocabulary.symbols) if number not in hidden}
+def symbol_counts(clips: Iterable[SpeechClip], reader: Reader) -> dict[str, int]:
+    """Returns the occurrences of every symbol that stands for a part of a text, the most frequent first."""
+    found = Counter(number for clip in clips for number in reader.ids(clip.normalized))
+    hidden = {reader.blank, reader.unknown_id} if isinstance(reader, Vocabulary) else {*range(len(RESERVED))}
+    counts = {symbol: found[number] for number, symbol in enumerate(reader.symbols) if number not in hidden}
     return dict(sorted(counts.items(), key=lambda pair: -pair[1]))
 
 
-def vocabulary_findings(clips: Sequence[SpeechClip], vocabulary: Vocabulary) -> Iterator[str]:
-    """Yields what is odd about the symbols of the texts, with examples."""
-    counts = symbol_counts(clips, vocabulary)
+def vocabulary_findings(clips: Sequence[SpeechClip], counts: Mapping[str, int]) -> Iterator[str]:
+    """Yields what is odd about the symbols of the texts, with examples; `counts` are those of `symbol_counts`."""
     rare = [symbol for symbol, count in counts.items() if 0 < count < RARE and symbol not in SPECIAL]
     if rare:
         examples = _examples(clips, rare)
@@ -339,34 +325,3 @@ def _examples(clips: Iterable[SpeechClip], symbols: Iterable[str]) -> dict[str, 
                 found[symbol] = shortened(word, 30)
                 wanted.discard(symbol)
     return found
-
-
-def suspicious_texts(clips: Sequence[SpeechClip], names: Sequence[str]) -> list[SuspiciousText]:
-    """Returns the texts of clips, whose names are given, that may differ from what is said."""
-    return [
-        SuspiciousText(name, reason, detail)
-        for clip, name in zip(clips, names, strict=True)
-        for reason, detail in _odd_text(clip.text, clip.normalized)
-    ]
-
-
-def _odd_text(text: str, normalized: str) -> Iterator[tuple[SuspicionReason, str]]:
-    digits = [place for place, char in enumerate(text) if unicodedata.category(char)[0] == "N"]
-    if digits:
-        is_read = len(text) <= SHORT and not any(text[place] in normalized for place in digits)
-        yield "digits", f"{around(text, digits[0])!r}" + (f", read as {shortened(normalized)!r}" if is_read else "")
-    if remark := ANNOTATION.search(text):
-        yield "annotation", f"{around(text, remark.start())!r}"
-    scripts = Counter(filter(None, map(script_of, text)))
-    if len(scripts) > 1 and not scripts.keys() <= ONE_WRITING:
-        (main, _), *others = scripts.most_common()
-        words = [word for word in text.split() if {script_of(char) for char in word} - {"", main}]
-        foreign = ", ".join(f"{count} {name}" for name, count in others)
-        yield "mixed scripts", f"{foreign} letters in {shortened(' '.join(words))!r}"
-
-
-def around(text: str, place: int) -> str:
-    """Returns an excerpt of a text around a place."""
-    first = max(0, min(place - SHORT // 2, len(text) - SHORT))
-    before, after = "…" * bool(first), "…" * (first + SHORT < len(text))
-    return f"{before}{text[first : first + SHORT]}{after}"

@@ -1,24 +1,39 @@
-"""Options of preparing recordings of speech, for voices and recognisers, and of training on them. Imports no torch."""
+"""Options of preparing recordings of speech, for voices and recognisers, of training on them, and of normalising texts;
+and the frames of a recogniser. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from gputrain.config import advanced, config, opt
 from gputrain.engine.schedule import SEVERAL
 from gputrain.errors import UserError
-from gputrain.speech.frames import ENCODER_RATE, STRIDE
-from gputrain.speech.text.commands import ESPEAK_HELP, LEXICON_HELP, NUMBER_WORDS_HELP
 from gputrain.speech.text.language import check_language
 from gputrain.speech.transcript_tables import COLUMNS_HINT, TranscriptColumn
 
 SAMPLING_RATE, HOP_SIZE = 22050, 256  # Piper's voices use these values.
+# Of wav2vec 2.0, XLS-R and MMS, which read samples at 16 kHz.
+ENCODER_RATE = 16000  # Hz
+STRIDE = 320  # samples from one frame to the next: the product of the strides 5, 2, 2, 2, 2, 2, 2
+FIELD = 400  # samples that a frame reads
 TRIM_DB = 40.0  # This threshold suits recordings made in a quiet room.
 SpeechKind = Literal["tts", "asr"]
 CUE_GAP = 1.0  # Seconds between subtitles of a sentence up to which they become one clip.
 CLIPS_HELP = "Maximum number of clips in a batch. Long clips count for more."
-VOICE_LANGUAGES = ("uz", "en", "ru", "characters")
+LanguageName = Literal["uz", "en", "ru", "characters"]
+LEXICON_HELP = "File of spellings by word. YAML or JSON, such as Facebook: feysbuk; whole words match."
+ESPEAK_HELP = "Phonemise with this voice of espeak-ng. That of Piper."
+NUMBER_WORDS_HELP = "Language in which num2words writes numbers. Only where texts have no rules, such as tr."
+
+
+def encoder_frames(samples: int) -> int:
+    """Returns the exact number of frames that the seven convolutions make of a wave, which has no padding.
+
+    Source: Baevski et al. 2020 (https://arxiv.org/abs/2006.11477), section 4.2. floor((floor((n - a) / b) + 1 - c) / d)
+    of nested convolutions equals one floor of the whole, so this equals the frames layer by layer.
+    """
+    return max(0, (samples - FIELD) // STRIDE + 1)
 
 
 @dataclass(frozen=True)
@@ -85,7 +100,7 @@ class SpeechOptions:
         if self.language is None:
             hint = f"{LANGUAGE_HINTS[kind]}{BESIDE_ESPEAK if self.espeak_voice else ''}"
             raise UserError(f"{POLICIES[kind].name} needs a language", hint=hint)
-        if kind == "tts" and self.language not in VOICE_LANGUAGES:
+        if kind == "tts" and self.language not in get_args(LanguageName):
             raise UserError(f"language {self.language!r} has no text rules for a voice", hint=LANGUAGE_HINTS[kind])
         if kind == "asr":
             check_language(self.language)
@@ -128,3 +143,22 @@ class SpeechData:
     )
     held_out_share: float = opt(default=0.02, help="Share kept for evaluation.", min=0.0, max=0.5)
     eval_clips: int = advanced(default=64, help="Maximum number of held-out clips evaluated during training.", min=1)
+
+
+# ---------------------------------------------------------------------------------------------------------------- texts
+
+
+@config(panel="Text")
+class Normalize:
+    language: LanguageName = opt(
+        default="uz", help="uz, en, ru or characters. characters: any other, without normalisation rules."
+    )
+    text: str = opt(default="", help="Text to normalise; default: standard input. Each line is a text.")
+    input_file: Path | None = opt(default=None, help="UTF-8 text file, read line by line.")
+    lexicon: Path | None = opt(default=None, help=LEXICON_HELP)
+    number_words: str = opt(default="", help=NUMBER_WORDS_HELP)
+    espeak_voice: str = opt(default="", help=ESPEAK_HELP)
+
+    def __post_init__(self) -> None:
+        if self.text and self.input_file:
+            raise UserError("text and input_file are both given", hint="give one of them")

@@ -11,7 +11,6 @@ from gputrain.kinds import DataCommand, DataWork, speech_checker
 from gputrain.speech.config import SpeechKind, SpeechOptions
 
 if TYPE_CHECKING:
-    from gputrain.speech.checker import SpeechChecker
     from gputrain.speech.prepare import SpeechPrepareReport
     from gputrain.speech.validate import SpeechReport
 
@@ -51,17 +50,12 @@ def prepare_transcribed(settings: Any, kind: SpeechKind) -> DataWork:
     from gputrain.speech.prepare import check_output, prepare_speech, speech_prepare_config
     from gputrain.speech.validate import findings_of
 
-    prepare_with = partial(prepare_speech, checker=checker_of(settings.align_with))
+    prepare_with = partial(prepare_speech, checker=settings.align_with and speech_checker(settings.align_with))
     config = speech_prepare_config(kind, settings.speech, settings.sound)
     return DataWork(
         prepare_with, config, prepared_speech, lambda folder, processes: findings_of(folder, kind),
         check_output=partial(check_output, config=config),
     )  # fmt: skip
-
-
-def checker_of(model: str | None) -> "SpeechChecker | None":
-    """Loads a recogniser that aligns and checks texts, if one is named."""
-    return None if model is None else speech_checker(model)
 
 
 def prepared_speech(report: "SpeechPrepareReport") -> dict[str, object]:
@@ -86,7 +80,7 @@ def validate_transcribed(settings: Any, kind: SpeechKind) -> DataWork:
     from gputrain.speech.validate import validate_speech
 
     config = speech_prepare_config(kind, settings.speech, Sound(audio_sample_rate=settings.audio_sample_rate))
-    validate_with = partial(validate_speech, checker=checker_of(settings.check_with))
+    validate_with = partial(validate_speech, checker=settings.check_with and speech_checker(settings.check_with))
     return DataWork(validate_with, config, speech_figures)
 
 
@@ -104,13 +98,12 @@ def speech_figures(report: "SpeechReport") -> dict[str, object]:
             "speakers": len(report.speakers),
             "rates": ", ".join(f"{count} of {rate} Hz" for rate, count in report.source_rates.items()),
             "seconds": format_range(report.seconds),
-            "clips by seconds": ", ".join(f"{span}: {count}" for span, count in report.histogram.items()),
             "symbols": f"{len(spoken)} of {len(report.symbols)} are spoken: {commonest} ...",
             "rare": " ".join(f"{symbol}:{count}" for symbol, count in report.rare.items()) or "none",
             "symbols a second": f"{rates.median:.3g}, from {rates.min:.3g} to {rates.max:.3g}",
         }
-        if report.suspicious:
-            figures["suspicious"] = ", ".join(f"{count} {reason}" for reason, count in report.suspicions.items())
+        if report.differing:
+            figures["suspicious"] = f"{len(report.differing)} text differs"
     left_out = {"left out": len(report.refused), **{f"  {reason}": count for reason, count in report.reasons.items()}}
     return figures | report.account() | left_out
 

@@ -37,8 +37,7 @@ from gputrain.data_in.split import MANIFEST
 from gputrain.errors import UserError
 from gputrain.files import read_rows, write_rows, writing
 from gputrain.serialization import from_row, is_fingerprint, unreadable
-from gputrain.speech.config import SpeechKind
-from gputrain.speech.frames import encoder_frames
+from gputrain.speech.config import SpeechKind, encoder_frames
 from gputrain.speech.text.frontend import RESERVED, Frontend
 from gputrain.speech.text.unicode_cleanup import PUNCTUATION
 from gputrain.speech.text.vocabulary import SPECIAL, Vocabulary

@@ -125,19 +125,12 @@ class SpeechTraining(TrainingData[S]):
         speech.split.log_shares(speech.split.mixture(), "clips")
 
 
-@dataclass(frozen=True)
-class SpeakingRate:
-    """The average clip of prepared speech."""
-
-    clip_seconds: float
-    symbols_a_second: float
-
-
-def speaking_rate(speech: Speech) -> SpeakingRate:
+def speaking_rate(speech: Speech) -> tuple[float, float]:
+    """Returns the seconds of an average clip of prepared speech, and its symbols a second."""
     format, clips = speech.store.format, speech.parts.train
     seconds = sum(clip.samples for clip in clips) / format.sampling_rate
     symbols = sum(len(format.frontend.ids(clip.normalized)) for clip in clips)
-    return SpeakingRate(seconds / len(clips), symbols / seconds)
+    return seconds / len(clips), symbols / seconds
 
 
 class PlannedClips(NamedTuple):

@@ -1,16 +1,12 @@
 """Reports on the data in a folder of recordings and transcripts, or in a store of prepared speech."""
 
-import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from gputrain.audio.prepare import lacking_treble, rate_for, remarks_on
 from gputrain.audio.store import PREPARE_AGAIN, WAVES
@@ -35,11 +31,9 @@ from gputrain.speech.checker import CheckedText, SpeechChecker, check_clips
 from gputrain.speech.clip_filter import (
     ANNOTATION,
     RARE,
-    SuspiciousText,
     lookalike_findings,
     script_findings,
     select_clips,
-    suspicious_texts,
     symbol_counts,
     text_notes,
     vocabulary_findings,
@@ -47,11 +41,10 @@ from gputrain.speech.clip_filter import (
 from gputrain.speech.config import SpeechKind, SpeechPrepareConfig
 from gputrain.speech.prepare import gather_material, measure_recording, sound_format
 from gputrain.speech.store import SOUNDS, TEXT, Recording, SpeechClip, SpeechFormat, SpeechStore, read_wave
-from gputrain.speech.text.frontend import RESERVED, shortened
+from gputrain.speech.text.frontend import shortened
 from gputrain.speech.text.unicode_cleanup import APOSTROPHES
 from gputrain.speech.text.vocabulary import Vocabulary
 
-SECONDS = (0, 1, 2, 3, 4, 6, 8, 10, 15, 20)  # lower edges of the histogram's bins
 FEW_HOURS = 1.0
 MANY_REFUSED = 0.2  # share
 
@@ -74,12 +67,10 @@ class SpeechReport(DataReport):
     clips: int
     hours: float
     seconds: ValueRange | None
-    histogram: dict[str, int]  # number of clips by duration, "2-3" or "20-"
     symbols: dict[str, int]  # occurrences of each symbol, the most frequent first
     speakers: dict[str, SpeakerSummary]
     symbols_a_second: ValueRange | None
     findings: list[str]
-    suspicious: list[SuspiciousText]  # texts that may differ from what is said
     checked: list[CheckedText] = field(default_factory=list)  # readings by a recogniser, the worst clips first
 
     @property
@@ -91,9 +82,13 @@ class SpeechReport(DataReport):
         return {**super().to_json(), "rare": self.rare}
 
     @property
-    def suspicions(self) -> dict[str, int]:
-        """Number of suspicious texts for each reason, the most frequent first."""
-        return dict(Counter(text.reason for text in self.suspicious).most_common())
+    def differing(self) -> list[RefusedItem]:
+        """The texts that are not what the recogniser reads; their clips are used all the same."""
+        return [
+            RefusedItem(clip.path, "text differs", f"{shortened(clip.text)!r}, recognised: {shortened(clip.read)!r}")
+            for clip in self.checked
+            if clip.differs
+        ]
 
 
 @dataclass(frozen=True)
@@ -131,8 +126,7 @@ def validate_speech(
     progress: Progress = no_progress,
 ) -> SpeechReport:
     """Reports on a folder as `prepare_speech` would read it, without writing; or on a prepared store, with the items
-    that its preparation left out, where `config` is ignored. A `checker` reads every clip of a store, and the texts
-    that differ from what it reads are suspicious.
+    that its preparation left out, where `config` is ignored. A `checker` reads every clip of a store.
 
     Raises UserError as `prepare_speech` does, and if a store is damaged.
     """
@@ -147,18 +141,12 @@ def validate_speech(
         held = _in_tree(input_dir, config, exclude, num_workers, progress)
     rate_hz, reader = held.format.sampling_rate, held.format.frontend
     seconds = [clip.samples / rate_hz for clip in held.clips]
-    symbols = _symbols(held)
-    suspicious = suspicious_texts(held.clips, held.names()) if isinstance(reader, Vocabulary) else []
+    symbols = symbol_counts(held.clips, reader)
     checked: list[CheckedText] = []
     doubt = ""
     if checker:
         wave_of = partial(read_wave, input_dir)
         checked, doubt = check_clips(held.clips, held.names(), rate_hz, checker, wave_of, progress)
-        suspicious += [
-            SuspiciousText(clip.path, "text differs", f"{shortened(clip.text)!r}, recognised: {shortened(clip.read)!r}")
-            for clip in checked
-            if clip.differs
-        ]
     rates = [reader.spoken(clip.normalized) / length for clip, length in zip(held.clips, seconds, strict=True)]
     return SpeechReport(
         input_dir=str(input_dir),
@@ -170,7 +158,6 @@ def validate_speech(
         clips=len(seconds),
         hours=sum(seconds) / 3600,
         seconds=value_range(seconds),
-        histogram=_histogram(seconds),
         symbols=symbols,
         speakers=_speakers(held),
         symbols_a_second=value_range(rates),
@@ -178,19 +165,8 @@ def validate_speech(
         ignored=held.ignored or {},
         columns=held.columns or {},
         findings=[*filter(None, [doubt]), *_findings(held, sum(seconds) / 3600, symbols)],
-        suspicious=suspicious,
         checked=checked,
     )
-
-
-def _symbols(held: _Held) -> dict[str, int]:
-    """Returns the occurrences of each symbol, the most frequent first."""
-    reader = held.format.frontend
-    if isinstance(reader, Vocabulary):
-        return symbol_counts(held.clips, reader)
-    spoken = Counter(number for clip in held.clips for number in reader.ids(clip.normalized))
-    symbols = {symbol: spoken[number] for number, symbol in enumerate(reader.symbols) if number >= len(RESERVED)}
-    return dict(sorted(symbols.items(), key=lambda pair: -pair[1]))
 
 
 def _in_tree(
@@ -236,13 +212,7 @@ def findings_of(folder: Path, kind: SpeechKind) -> list[str]:
     logged."""
     held = replace(_in_store(folder, kind), notes=())
     seconds = sum(clip.samples for clip in held.clips) / held.format.sampling_rate
-    return list(_findings(held, seconds / 3600, _symbols(held)))
-
-
-def _histogram(seconds: Sequence[float]) -> dict[str, int]:
-    names = [*(f"{begin}-{end}" for begin, end in pairwise(SECONDS)), f"{SECONDS[-1]}-"]
-    counts = np.histogram(seconds, [*SECONDS, math.inf])[0].tolist()
-    return dict(zip(names, counts, strict=True))
+    return list(_findings(held, seconds / 3600, symbol_counts(held.clips, held.format.frontend)))
 
 
 def _speakers(held: _Held) -> dict[str, SpeakerSummary]:
@@ -277,11 +247,16 @@ def _findings(held: _Held, hours: float, symbols: dict[str, int]) -> Iterator[st
         yield f"{format_duration(3600 * hours)} of speech is little: {enough} (--init-from), not to train from scratch"
     characters = Counter(char for clip in held.clips for char in clip.normalized)
     if isinstance(held.format.frontend, Vocabulary):
+        read = [clip for clip in held.clips if any(char.isnumeric() for char in {*clip.text} - {*clip.normalized})]
+        if read:
+            read_as = f"such as {shortened(read[0].text)!r} as {shortened(read[0].normalized)!r}"
+            has = counted(len(read), "text has", "texts have")
+            yield f"{has} digits, which rules read and may be said otherwise, {read_as}"
         # Those of apostrophes are named on their own.
         yield from lookalike_findings({char: characters[char] for char in characters.keys() - {*APOSTROPHES}})
         if len(held.format.speakers) == 1:
             yield "one speaker, or no speakers are named: held-out clips show nothing about other voices"
-        yield from vocabulary_findings(held.clips, held.format.frontend)
+        yield from vocabulary_findings(held.clips, symbols)
         return
     if held.format.frontend.espeak_voice:  # It says the names of letters that its language has not.
         yield from script_findings(Counter(char for clip in held.clips for char in clip.text))

@@ -17,8 +17,7 @@ from gputrain.errors import UserError
 from gputrain.fetch.names import TrainedModel
 from gputrain.hw.plan import NOT_PLANNED, Cards, DeviceName, Hardware
 from gputrain.kinds import PublishedFiles
-from gputrain.speech.config import CLIPS_HELP, SpeechData
-from gputrain.speech.text.commands import LEXICON_HELP
+from gputrain.speech.config import CLIPS_HELP, LEXICON_HELP, SpeechData
 from gputrain.tts.architecture import VoicePreset
 
 SEGMENT_FRAMES = 32  # The decoder is trained on segments of this length, and the discriminators see them.

@@ -165,10 +165,10 @@ def size_of(speech: PlannedSpeech, clip_seconds: float) -> SpeechSize:
 
 def facts_of(speech: Speech) -> PlannedSpeech:
     """Returns the facts of prepared speech that a plan needs."""
-    format, rate = speech.store.format, speaking_rate(speech)
+    format, (clip_seconds, symbols_a_second) = speech.store.format, speaking_rate(speech)
     return PlannedSpeech(
-        clip_seconds=rate.clip_seconds,
-        symbols_a_second=rate.symbols_a_second,
+        clip_seconds=clip_seconds,
+        symbols_a_second=symbols_a_second,
         num_symbols=len(format.frontend.symbols),
         num_speakers=len(format.speakers),
         sampling_rate=format.sampling_rate,

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from gputrain.speech.frames import ENCODER_RATE, STRIDE, encoder_frames
+from gputrain.speech.config import ENCODER_RATE, STRIDE, encoder_frames
 from gputrain.speech.store import Recording, SoundFormat, SpeechClip, SpeechFormat, SpeechWriter
 from gputrain.speech.text.vocabulary import plain_words, vocabulary_of
 

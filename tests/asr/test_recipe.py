@@ -19,7 +19,7 @@ from gputrain.engine.state import TrainState
 from gputrain.engine.step import gradients, update
 from gputrain.planner.memory.predict import predict_step, step_flops
 from gputrain.speech.buckets import ClipBatch, ClipSize
-from gputrain.speech.frames import STRIDE, encoder_frames
+from gputrain.speech.config import STRIDE, encoder_frames
 from gputrain.speech.training import plan_target
 from tests.asr.models import VOCABULARY, tiny_architecture, transformers_folder
 from tests.recipes import (

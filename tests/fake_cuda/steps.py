@@ -17,8 +17,7 @@ from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
 from gputrain.speech.buckets import ClipSize
-from gputrain.speech.config import HOP_SIZE
-from gputrain.speech.frames import STRIDE
+from gputrain.speech.config import HOP_SIZE, STRIDE
 from gputrain.speech.training import plan_target
 from gputrain.tts.config import TrainTts
 from gputrain.tts.data import SpeechSize, architecture_for

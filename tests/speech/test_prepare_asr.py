@@ -12,8 +12,7 @@ from gputrain.audio.config import Sound
 from gputrain.data_in.preparation import QUARANTINE, Journal
 from gputrain.errors import UserError
 from gputrain.speech.buckets import Buckets, open_speech
-from gputrain.speech.config import SpeechOptions
-from gputrain.speech.frames import encoder_frames
+from gputrain.speech.config import SpeechOptions, encoder_frames
 from gputrain.speech.prepare import prepare_speech, speech_prepare_config, without_whole_spans
 from gputrain.speech.store import SOUNDS, TEXT, SpeechStore
 from gputrain.speech.text.vocabulary import Vocabulary

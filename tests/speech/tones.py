@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from gputrain.asr.checking import CtcChecker
 from gputrain.audio.io import resample
 from gputrain.files import write_wav
-from gputrain.speech.frames import FIELD, STRIDE, encoder_frames
+from gputrain.speech.config import FIELD, STRIDE, encoder_frames
 from gputrain.speech.text.vocabulary import Vocabulary
 
 RATE = 16000

@@ -23,8 +23,8 @@ from gputrain.errors import UserError
 from gputrain.fetch.hub import cache_folder
 from gputrain.speech import training as speech_training
 from gputrain.speech.buckets import open_speech
+from gputrain.speech.config import LanguageName
 from gputrain.speech.store import Recording, SoundFormat, SpeechClip, SpeechFormat, SpeechWriter
-from gputrain.speech.text.commands import LanguageName
 from gputrain.speech.text.frontend import frontend
 from gputrain.tts import architecture, recipe
 from gputrain.tts.config import TrainTts

@@ -1,12 +1,13 @@
-"""Reads text files and standard input. Imports no torch."""
+"""Reads text files and standard input, and normalises their lines. Imports no torch."""
 
 import codecs
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from gputrain.errors import UserError
+from gputrain.speech.config import Normalize
 
 log = logging.getLogger(__name__)
 
@@ -63,3 +64,34 @@ def text_lines(file: Path | None) -> Iterable[str]:
         _decoded_or_refused(line, "standard input", number).rstrip("\n")
         for number, line in enumerate(sys.stdin.buffer, start=1)
     )
+
+
+def normalize_lines(settings: Normalize) -> Iterator[str]:
+    """Yields the normalised text of each line."""
+    # The rules take longer to load than `gputrain --help` may.
+    from gputrain.speech.text.frontend import frontend
+    from gputrain.speech.text.raw import RawRules, checked_language
+
+    if settings.number_words and settings.language != "characters":
+        raise UserError(f"the rules of {settings.language} write numbers in words", hint="drop --number-words")
+    raw = RawRules(number_words=checked_language(settings.number_words) if settings.number_words else "")
+    lines = list(_lines(settings)) if settings.language == "characters" else _lines(settings)
+    made = frontend(
+        settings.language,
+        espeak_voice=settings.espeak_voice,
+        texts=lines if settings.language == "characters" else (),
+        raw=raw.with_words(settings.lexicon),
+    )
+    keeps_digits = settings.language == "characters" and not settings.espeak_voice
+    for line in lines:
+        normalized = made.normalize(line)
+        if keeps_digits and any(char.isdecimal() for char in normalized):
+            keeps_digits = False
+            log.warning("%r keeps its digits: --number-words LANGUAGE writes numbers in words", normalized)
+        yield normalized
+
+
+def _lines(settings: Normalize) -> Iterable[str]:
+    if settings.text:
+        return settings.text.splitlines()
+    return text_lines(settings.input_file)

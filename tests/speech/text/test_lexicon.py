@@ -6,8 +6,9 @@ import pytest
 
 from gputrain.config import assemble
 from gputrain.errors import UserError
-from gputrain.speech.text.commands import Normalize, normalize_lines
+from gputrain.speech.config import Normalize
 from gputrain.speech.text.frontend import Frontend, frontend
+from gputrain.speech.text.lines import normalize_lines
 from gputrain.speech.text.raw import Lexicon, RawRules, read_lexicon
 from gputrain.speech.text.vocabulary import Vocabulary, vocabulary_of
 from tests.tables import each_row

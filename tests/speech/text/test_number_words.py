@@ -6,8 +6,9 @@ import pytest
 
 from gputrain.config import assemble
 from gputrain.errors import UserError
-from gputrain.speech.text.commands import Normalize, normalize_lines
+from gputrain.speech.config import Normalize
 from gputrain.speech.text.frontend import frontend
+from gputrain.speech.text.lines import normalize_lines
 from gputrain.speech.text.raw import RawRules, checked_language, converter_of, with_number_words
 from gputrain.speech.text.vocabulary import plain_words
 from tests.tables import each_row

@@ -2,7 +2,7 @@
 
 import torch
 
-from gputrain.speech.frames import FIELD, STRIDE, encoder_frames
+from gputrain.speech.config import FIELD, STRIDE, encoder_frames
 
 KERNELS, STRIDES = (10, 3, 3, 3, 3, 2, 2), (5, 2, 2, 2, 2, 2, 2)
 
