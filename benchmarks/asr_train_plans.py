@@ -33,15 +33,15 @@ def plans() -> Iterator[CardPlan]:
 
 def table_row(plan: CardPlan) -> str:
     """Returns the row of the table in docs/asr.md."""
-    stage, fit = plan.stage, plan.fit
+    names, fit = plan.columns, plan.fit
     choice, speed = "does not fit | ", " | "
     if fit.fits:
         choice = f"{fit.micro_batch_size} x {fit.accumulation_steps} | {'on' if fit.checkpointing else 'off'}"
         step = fit.predicted_seconds_per_step
         assert step is not None, "the rates of these cards are published"
-        speed = f"{step:.3g} | {stage['batch_size'] / step:.3g}"
+        speed = f"{step:.3g} | {names['batch_size'] / step:.3g}"
     cells = (
-        plan.gpu, stage["model"], stage["adapters"], f"{stage['seconds']:g} s", choice,
+        plan.gpu, names["model"], names["adapters"], f"{names['seconds']:g} s", choice,
         f"{fit.predicted_peak_gb:.1f} of {fit.budget_gb:.1f} GB", speed,
     )  # fmt: skip
     return f"| {' | '.join(cells)} |"

@@ -274,7 +274,7 @@ def planned(cell: Cell, case: str, **options: Any) -> Predicted:
 
     make: Any = {"vae": step_counts.of_vae, "tts": step_counts.of_voice, "vocoder": step_counts.of_shipped}[case]
     settings, spec = make(**options)
-    (plan,) = ModelPlanner(spec).card_plans(Cards(gpu=(cell.gpu,)), [(settings, {})])
+    (plan,) = ModelPlanner(spec).card_plans(Cards(gpu=(cell.gpu,)), settings, {})
     seconds, peak_gb = plan.time.seconds_per_step, plan.fit.predicted_peak_gb
     assert seconds is not None  # The rates of every card are published.
     return Predicted(seconds, peak_gb, peak_gb)

@@ -43,7 +43,7 @@ def measure(side: str, seed: int, data: Path, steps: int, batch_size: int) -> di
     )  # fmt: skip
     opened = AsrWork().open_data(settings)
     recipe = opened.recipe(settings, runtime)
-    step_items = opened.stage(settings, "").step_items
+    step_items = opened.stage(settings).step_items
     training = OurTraining(recipe, settings, runtime, replace(opened.buckets, ranks=runtime.ranks), step_items)
     points, seconds = [], 0.0
     for mark in (steps // 2, steps):

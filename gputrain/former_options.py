@@ -49,6 +49,7 @@ LEFT_OUT: Mapping[str, Mapping[str, LeftOut]] = {
         "alphabet": LeftOut(None, "leave it out: Uzbek texts in any of its alphabets are read as that of 1995"),
     },
     "vae": {
+        "resolution_schedule": LeftOut("", "leave it out, and train at each --image-size with a command of its own"),
         "eq_probability": LeftOut(0.0, EQUIVARIANT),
         "eq_weight": LeftOut(1.0, EQUIVARIANT),
         "step_order": ALTERNATING,

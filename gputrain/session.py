@@ -1,13 +1,9 @@
-"""A training from its settings to its end, the same for every kind of model: hardware, plan, run folder, data, stages.
-
-There is one stage, unless a kind of model has a schedule of them. A stage starts from the checkpoint at the end of the
-stage before, exactly as if the user had resumed it with other settings.
-"""
+"""A training from its settings to its end, the same for every kind: hardware, run folder, data, plan, model."""
 
 import logging
 import os
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +19,7 @@ from gputrain.engine.data import batches
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.recipe import Recipe, phases_of
 from gputrain.engine.run_folder import Run, discarded_if_refused, open_run
-from gputrain.engine.schedule import StepSchedule, check_finish, stages_ahead, steps_of_stage
+from gputrain.engine.schedule import StepSchedule, check_finish, steps_of_stage
 from gputrain.engine.stop import Deadline, finish_moment, format_duration, log_start_until, seconds_until, timed_part
 from gputrain.engine.train import train
 from gputrain.errors import UserError, without_secrets
@@ -31,7 +27,7 @@ from gputrain.hw.plan import NEEDS_GPU, Plan, Setting, fit_shared_memory, worker
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.ranks import SINGLE, Ranks, share_of, weakest_of
 from gputrain.hw.runtime import Runtime, apply
-from gputrain.planner.kind_work import BatchSource, KindWork, S, StageData, TrainingData
+from gputrain.planner.kind_work import BatchSource, KindWork, S, StageData
 from gputrain.planner.model_planner import ModelPlanner, measured_rates, memory_budget
 from gputrain.serialization import from_json
 
@@ -46,15 +42,13 @@ class Session(Generic[S]):
     run: Run
     runtime: Runtime
     planner: ModelPlanner[S]
-    declined: Setting | None = None  # How the plan would compile, if the last stage was too short for that.
 
-    def plan_stage(self, settings: S, data: StageData, steps: StepSchedule) -> S:
-        """Returns the settings of a stage, with the micro-batch and the checkpointing of its plan, if it is planned.
+    def plan(self, settings: S, data: StageData, steps: StepSchedule) -> S:
+        """Returns the settings with the micro-batch and the checkpointing of the plan, if the training is planned.
 
-        The runtime has the plan then, and the run the stage's settings and its prediction. Raises UserError if the
-        training does not fit.
+        The runtime has the plan then, and the run its prediction. Raises UserError if the training does not fit.
         """
-        self.run, runtime = replace(self.run, settings=config.flatten(settings)), self.runtime
+        runtime = self.runtime
         if settings.hardware.plan:
             plan = self.run.group.from_leader(lambda: self._plan(settings, data, steps).to_json())
             runtime.plan = from_json(Plan, plan)
@@ -64,14 +58,11 @@ class Session(Generic[S]):
 
     def _plan(self, settings: S, data: StageData, steps: StepSchedule) -> Plan:
         """Returns the plan with the settings of the batch and of the data workers."""
-        if self.declined:  # A later stage may have the steps that win it back.
-            self.runtime.plan = replace(self.runtime.plan, compile=self.declined)
         runtime, requested = self.runtime, settings.hardware
         rates = measured_rates(runtime) if runtime.device.type == "cuda" else None
         budget = memory_budget(self.machine, runtime.plan, requested, rates)
         steps_in = partial(steps_left, steps, self.run)
         plan, found, budget = self.planner.plan_steps(settings, runtime.plan, budget, steps_in)
-        self.declined = runtime.plan.compile if plan.compile != runtime.plan.compile else None
         self.planner.check_fit(settings, plan, budget, found)
         rate, item_seconds = runtime.product_rate / found.item_flops, data.item_seconds()
         processes = workers(self.machine, requested.num_workers, item_seconds=item_seconds, items_per_second=rate)
@@ -117,56 +108,35 @@ def train_model(work: KindWork[S], settings: S, console: Console) -> None:
     with timed_part("hardware and run folder"):
         session = open_session(settings, work)
     with discarded_if_refused(session.run):
-        _train_stages(session, work, with_finish_moment(settings, session.run), console)
+        _train(session, work, with_finish_moment(settings, session.run), console)
 
 
-def _train_stages(session: Session[S], work: KindWork[S], settings: S, console: Console) -> None:
-    check_finish(settings.schedule, session.run.progress, beyond_end=session.run.continues_beyond_end)
+def _train(session: Session[S], work: KindWork[S], settings: S, console: Console) -> None:
+    """Opens the data, plans the training, makes its model, and trains it."""
+    runtime, progress, beyond_end = session.runtime, session.run.progress, session.run.continues_beyond_end
+    check_finish(settings.schedule, progress, beyond_end=beyond_end)
     with timed_part("data"):
         data = work.open_data(settings)
-        start = data.begin(settings, session.run, session.runtime)
+        start = data.begin(settings, session.run, runtime)
     session.planner = ModelPlanner(replace(work, sizes=data.sizes), keeps=True)
-    session.run = run = replace(
+    session.run = replace(
         session.run,
         settings=config.flatten(start.settings),
         configuration=config.to_yaml(start.settings),
         data=start.digests,
         facts=start.facts,
     )
-    stages = start.stages or (start.settings,)
-    for index in stages_ahead(run.progress, len(stages), beyond_end=run.continues_beyond_end):
-        _train_stage(session, work, data, stages, index, console)
-        if index + 1 < len(stages):
-            session.run = session.run.at_next_stage(work.kind)
-            if session.run.progress is None or not session.run.progress.finished:  # max_steps stopped the stage.
-                break
-
-
-def _train_stage(
-    session: Session[S], work: KindWork[S], data: TrainingData[S], stages: Sequence[S], index: int, console: Console
-) -> None:
-    """Plans a stage, makes its model, and trains it."""
-    stage, runtime, count = stages[index], session.runtime, len(stages)
     with timed_part("planning"), console.status("planning the training") if runtime.ranks.leads else nullcontext():
-        of_data = data.stage(stage, f"stage {index + 1} of {count}" if count > 1 else "")
+        of_data = data.stage(start.settings)
         steps = steps_of_stage(
-            stage.schedule,
-            session.run.progress,
-            len(data),
-            beyond_end=session.run.continues_beyond_end,
-            step_items=of_data.step_items,
-            stage=index,
-            stages=count,
+            start.settings.schedule, progress, len(data), beyond_end=beyond_end, step_items=of_data.step_items
         )
-        planned = session.plan_stage(stage, of_data, steps)
+        planned = session.plan(start.settings, of_data, steps)
     with timed_part("model and first weights"):
         training = data.training(planned, session.run, runtime)
-    run = replace(
-        session.run,
-        facts=session.run.facts | training.facts,
-        starts_pretrained=training.starts_pretrained,
+    session.run = run = replace(
+        session.run, facts=session.run.facts | training.facts, starts_pretrained=training.starts_pretrained
     )
-    session.run = run
     steps = replace(steps, schedule=planned.schedule)
     log_trained(training.recipe)
     log_length(steps, run)

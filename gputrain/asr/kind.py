@@ -158,7 +158,7 @@ class AsrWork(KindWork[TrainAsr]):
             **planned.columns,
         }
         work = replace(self, sizes=facts_of(settings, settings.speech, planned.seconds))
-        return PlannedTraining(work, [(settings, columns)], clips)
+        return PlannedTraining(work, settings, columns, clips)
 
     def synthetic(self, settings: TrainAsr, **options: Any) -> SyntheticWork:
         from gputrain.asr.data import facts_of, synthetic_batch

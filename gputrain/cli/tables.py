@@ -71,8 +71,8 @@ def print_plans(plans: Sequence["CardPlan"]) -> None:
         line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         out.print(escape(f"  {line}".rstrip()), soft_wrap=True)
     for plan in plans:
-        stage = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in plan.stage.items())
-        title = escape(f"{plan.gpu}: {stage}")
+        named = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in plan.columns.items())
+        title = escape(f"{plan.gpu}: {named}")
         if not plan.fit.fits:
             out.print(f"\n[bold red]{title} does not fit[/]")
             for remedy in plan.remedies:
@@ -90,7 +90,7 @@ def print_plans(plans: Sequence["CardPlan"]) -> None:
 def _plan_column(plan: "CardPlan", *, parts: bool) -> dict[str, str]:
     fit, time = plan.fit, plan.time
     return {
-        **{name.replace("_", " "): str(value) for name, value in plan.stage.items()},
+        **{name.replace("_", " "): str(value) for name, value in plan.columns.items()},
         "memory": f"{plan.memory_gb:.1f} GB",
         "may be used": f"{fit.budget_gb:.1f} GB",
         "fits": _shown(fit.fits),

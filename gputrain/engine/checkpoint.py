@@ -63,6 +63,7 @@ NO_SPACE = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 SHOWN = 6  # Number of items shown of a longer list.
 OTHER_ARCHITECTURE = "use the preset and sizes that it was trained with; they stand in its run's config.yaml"
 FORMAT = 1
+FORMER_PROGRESS = {"stage", "stages"}  # Parts of the progress in checkpoints of earlier versions.
 # The types of a checkpoint's parts.
 PARTS = {"kind": str, "modules": dict, "optimizers": dict, "loss_scales": dict, "random": dict, "progress": dict,
          "config": dict, "facts": dict, "data": dict, "names": list, "nonfinite_in_a_row": dict}  # fmt: skip
@@ -334,6 +335,8 @@ def read(path: Path, kind: str, modules: Sequence[str] | None = None) -> Content
     refuse_other_model(path, content["kind"], kind)
     stored = content["config"]
     content["config"] = with_current_options(stored, kind, is_stored=True)
+    for name in FORMER_PROGRESS:
+        content["progress"].pop(name, None)
     if modules is None:
         if stored.get("track"):
             log.warning("%s: its run went on in %s, which is no longer written to", path, " and ".join(stored["track"]))
@@ -439,7 +442,7 @@ def is_content(content: object) -> TypeGuard[dict[str, Any]]:
     if not isinstance(content, dict) or content.get("format") != FORMAT or content.keys() != {"format", *PARTS}:
         return False
     has_parts = all(isinstance(content[name], kind) for name, kind in PARTS.items())
-    if not has_parts or content["progress"].keys() != {field.name for field in fields(RunProgress)}:
+    if not has_parts or content["progress"].keys() - FORMER_PROGRESS != {field.name for field in fields(RunProgress)}:
         return False
     return all(
         isinstance(state, dict) and all(isinstance(value, Tensor) for value in state.values())

@@ -66,9 +66,6 @@ class MemoryCheck:
     saver: Saver
     step: int | None  # The step that is measured; None: it has been.
 
-    def __post_init__(self) -> None:
-        self.saver.run.status.measured_memory = {}  # A run of several stages has measured the plan of the stage before.
-
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
         """Measures the code within if it is the step to be measured, on a GPU."""

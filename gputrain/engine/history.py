@@ -34,8 +34,6 @@ def recorded(run: Run, steps: StepSchedule, state: TrainState) -> Iterator[None]
         "step": progress.step,
         "last_step": None if steps.has_open_end else steps.last_step,
         "logged_step": last_logged_step(run.folder),
-        "stage": progress.stage,
-        "stages": progress.stages,
         "ranks": run.group.ranks.count,
         "machine": machine_facts(state.runtime.device.type),
         "host": platform.node(),

@@ -108,12 +108,11 @@ class TrainingStatus:
     last_is_damaged: bool = False  # True if checkpoint_last.pt is damaged, until the first save.
     seconds_per_step: list[float] = field(default_factory=list)  # As measured, of each line of metrics.
     measured_memory: dict[str, float] = field(default_factory=dict)  # Figures of MemoryCheck, on a GPU.
-    attempts: list[list[Any]] = field(default_factory=list)  # What identifies its starts, one of each stage so far.
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training as it is known before its first step. A stage is trained with a copy that has the stage's values."""
+    """A training as it is known before its first step."""
 
     folder: Path
     saving: Saving
@@ -197,12 +196,6 @@ class Run:
     def continues_beyond_end(self) -> bool:
         """True if the user named a checkpoint, which continues beyond it; `auto` only finishes an interrupted run."""
         return self.saving.resume_from not in ("", "auto")
-
-    def at_next_stage(self, kind: str) -> "Run":
-        """Returns the run as if it had been resumed from its newest checkpoint, whose settings changed with the stage
-        and are no news."""
-        resumed = self.group.from_leader(lambda: (checkpoint.find("auto", self.folder, kind) or (None, None))[1])
-        return replace(self, resumed=resumed, before={})
 
 
 def open_run(

@@ -243,8 +243,6 @@ class RunProgress:
     items: int = 0  # Size of the data set.
     stage_step: int = 0  # Step at which the stage began.
     stage_epoch: int = 0  # Epoch at which the stage began.
-    stage: int = 0  # Index of the stage.
-    stages: int = 1
     finished: bool = False  # True after the stage's last step.
     best_score: float = -math.inf
     evaluation_due: bool = False  # True in a checkpoint that was saved before the evaluation of its step.
@@ -408,8 +406,6 @@ def steps_of_stage(
     *,
     beyond_end: bool,
     step_items: int = 0,
-    stage: int = 0,
-    stages: int = 1,
 ) -> StepSchedule:
     """Returns the steps of a stage, from its beginning or from the progress of a checkpoint, which was named if
     `beyond_end`. With `cooldown`, they are at the beginning of a new cool-down, or in that of a checkpoint that was not
@@ -420,8 +416,7 @@ def steps_of_stage(
     if beyond_end and saved is not None and saved.step == saved.cooldown_step:
         saved = replace(saved, cooldown_step=0, cooldown_end=0, cooldown_slope=0.0)
     cools_down = bool(schedule.cooldown and not schedule.finish_by)
-    new_stage = not cools_down and (beyond_end or (saved is not None and saved.stage != stage))
-    start = begin(saved, items, new_stage=new_stage, stage=stage, stages=stages)
+    start = begin(saved, items, new_stage=beyond_end and not cools_down)
     steps = StepSchedule(schedule, start, step_items)
     if not cools_down:
         return steps
@@ -447,36 +442,15 @@ def check_finish(schedule: Schedule, saved: RunProgress | None = None, *, beyond
         )
 
 
-def stages_ahead(saved: RunProgress | None, stages: int, *, beyond_end: bool) -> range:
-    """Returns the indices of the `stages` that a run still has to do.
-
-    An interrupted stage is finished first, and a stage without its last evaluation is evaluated. After the last stage,
-    `beyond_end` begins all stages again; otherwise only the last one is returned, with nothing to do unless it has more
-    epochs now. Raises UserError if the number of stages has changed.
-    """
-    if saved is None:
-        return range(stages)
-    if not saved.finished or (saved.evaluation_due and not beyond_end and saved.stages == stages):
-        return range(min(saved.stage, stages - 1), stages)
-    if saved.stages == stages and saved.stage + 1 < stages:
-        return range(saved.stage + 1, stages)
-    if not beyond_end and saved.stages != stages:
-        raise UserError(
-            f"the run has finished the {saved.stages} stages that it was asked for, and is now asked for {stages}",
-            hint="to train on from its end, name its checkpoint: --resume-from OUTPUT_DIR/checkpoint_last.pt",
-        )
-    return range(stages) if beyond_end else range(stages - 1, stages)
-
-
-def begin(saved: RunProgress | None, items: int, *, new_stage: bool, stage: int = 0, stages: int = 1) -> RunProgress:
+def begin(saved: RunProgress | None, items: int, *, new_stage: bool) -> RunProgress:
     """Returns the progress to start from: zero, in the middle of the saved stage, or at a new stage after it.
 
     If the size of the data set has changed, the position becomes the start of the interrupted epoch.
     """
     if saved is None:
-        return RunProgress(items=items, stage=stage, stages=stages)
+        return RunProgress(items=items)
     epoch = saved.items_seen // saved.items
-    start = replace(saved, items=items, stage=stage, stages=stages, finished=False)
+    start = replace(saved, items=items, finished=False)
     if new_stage and saved.finished:
         # The last batch of a stage may reach into the next epoch; the new stage begins with a whole epoch.
         start = replace(start, cooldown_step=0, cooldown_end=0, cooldown_slope=0.0)

@@ -74,12 +74,11 @@ class TrainingStart(Generic[S]):
     settings: S  # Completed: what was left to the program has its value, which config.yaml holds.
     digests: dict[str, Any]  # Counts and digests of the data, by which a resumed run notices that they have changed.
     facts: dict[str, Any] = field(default_factory=dict)  # Properties of the data that inference needs.
-    stages: tuple[S, ...] = ()  # The settings of each stage; none: the training is one stage.
 
 
 @dataclass(frozen=True)
 class StageData:
-    """The data of a stage, as the planner and the schedule see them."""
+    """The data of a training, as the planner and the schedule see them."""
 
     item_seconds: Callable[[], float]  # Measures the CPU time that a data worker needs for an item.
     step_items: int = 0  # Items of a step; 0: as many as the schedule says.
@@ -87,7 +86,7 @@ class StageData:
 
 @dataclass(frozen=True)
 class StageTraining:
-    """The parts of a stage that are trained: the model with its first weights, and the items of its batches."""
+    """The parts that are trained: the model with its first weights, and the items of its batches."""
 
     recipe: Recipe
     source: BatchSource
@@ -96,7 +95,7 @@ class StageTraining:
 
 
 class TrainingData(ABC, Generic[S]):
-    """The opened data of a training. The session calls `begin` once, and for each stage `stage`, plans it, and calls
+    """The opened data of a training. The session calls `begin` and `stage`, plans the training, and calls
     `training`. None of them changes the run: what they decide is in their results."""
 
     sizes: Any  # As in KindWork.
@@ -113,9 +112,8 @@ class TrainingData(ABC, Generic[S]):
         Raises UserError if the run was begun with data or settings that contradict these.
         """
 
-    def stage(self, settings: S, position: str) -> StageData:
-        """Returns the data of a stage, and logs what is trained at its position, such as "stage 1 of 2"; "" if there is
-        one stage."""
+    def stage(self, settings: S) -> StageData:
+        """Returns what the plan needs to know of the data."""
         return StageData(lambda: 0.0)
 
     @abstractmethod
@@ -128,7 +126,8 @@ class PlannedTraining(NamedTuple):
     """A training to plan for other GPUs than this machine's."""
 
     work: KindWork[Any]
-    stages: list[tuple[Any, dict[str, Any]]]  # The settings of each stage, with the columns that name it in a table.
+    settings: Any
+    columns: dict[str, Any]  # What names the training in a table, such as size and batch.
     items: int | None  # Items of an epoch; None: unknown.
 
 

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -141,14 +141,14 @@ class ModelPlanner(Generic[S]):
             log.warning("micro_batch_size %d is not predicted to fit; %s", found.micro_batch_size, "; ".join(remedies))
 
     def card_plans(
-        self, cards: Cards, stages: Sequence[tuple[S, dict[str, Any]]], items: int | None = None
+        self, cards: Cards, settings: S, columns: dict[str, Any], items: int | None = None
     ) -> list["CardPlan"]:
-        """Returns the plan of every stage of a training for every target GPU. A stage is its settings, with the
-        columns that name it in a table. `items` of the training set; None: unknown, unless `cards` says it."""
+        """Returns the plan of a training for every target GPU. `columns` name the training in a table. `items` of the
+        training set; None: unknown, unless `cards` says it."""
         plans = []
-        check_finish(stages[0][0].schedule)
+        check_finish(settings.schedule)
         for target in target_machines(cards):
-            switches = self.work.decide(target.machine, stages[0][0].hardware)
+            switches = self.work.decide(target.machine, settings.hardware)
             on_gpu = switches.device.value == "cuda"
             if target.gpu and not on_gpu:  # As in the configuration of a run on a CPU.
                 log.warning(
@@ -157,24 +157,24 @@ class ModelPlanner(Generic[S]):
                     target.name,
                 )
             memory_gb = target.machine.gpu_memory_gb if on_gpu else target.machine.ram_gb
-            for settings, columns in stages:
-                budget = memory_budget(target.machine, switches, settings.hardware, target.rates(switches))
-                known = partial(training_steps, settings.schedule, cards.items or items)
-                at_most = partial(training_steps, settings.schedule, cards.items or items, at_most=True)
-                plan, found, budget = self.plan_steps(settings, switches, budget, at_most)
-                remedies = [] if found.fits else self.remedies(settings, switches, budget, found)
-                compiling = COMPILE_SECONDS if plan.compile.value else 0.0
-                seconds, batch = found.predicted_seconds_per_step, settings.schedule.global_batch_size
-                time = PredictedTime(seconds, batch, known(seconds, compiling), target.price_per_hour, compiling)
-                elsewhere = target.gpu is not None
-                plans.append(CardPlan(target.name, memory_gb, columns, plan, found, remedies, time, elsewhere))
+            budget = memory_budget(target.machine, switches, settings.hardware, target.rates(switches))
+            known = partial(training_steps, settings.schedule, cards.items or items)
+            at_most = partial(training_steps, settings.schedule, cards.items or items, at_most=True)
+            plan, found, budget = self.plan_steps(settings, switches, budget, at_most)
+            remedies = [] if found.fits else self.remedies(settings, switches, budget, found)
+            compiling = COMPILE_SECONDS if plan.compile.value else 0.0
+            seconds, batch = found.predicted_seconds_per_step, settings.schedule.global_batch_size
+            time = PredictedTime(seconds, batch, known(seconds, compiling), target.price_per_hour, compiling)
+            elsewhere = target.gpu is not None
+            plans.append(CardPlan(target.name, memory_gb, columns, plan, found, remedies, time, elsewhere))
         return plans
 
 
 def plan_cards(work: KindWork[S], settings: Any) -> list["CardPlan"]:
     """Returns the plans for every GPU that the options of `plan` ask for."""
     planned = work.planned(settings)
-    return ModelPlanner(planned.work, keeps=True).card_plans(settings.cards, planned.stages, planned.items)
+    planner = ModelPlanner(planned.work, keeps=True)
+    return planner.card_plans(settings.cards, planned.settings, planned.columns, planned.items)
 
 
 @dataclass(frozen=True)
@@ -212,11 +212,11 @@ class PredictedTime:
 
 @dataclass(frozen=True)
 class CardPlan:
-    """The plan of a stage of a training for a GPU."""
+    """The plan of a training for a GPU."""
 
     gpu: str
     memory_gb: float
-    stage: dict[str, Any]  # Columns that name the stage in a table: size and batch.
+    columns: dict[str, Any]  # What names the training in a table, such as size and batch.
     plan: Plan
     fit: Fit
     remedies: list[str]  # Sentences on what helps if it does not fit.
@@ -229,7 +229,7 @@ class CardPlan:
         return {
             "gpu": self.gpu,
             "memory_gb": self.memory_gb,
-            **self.stage,
+            **self.columns,
             **figures,
             **self.time.to_json(),
             "precision": self.plan.precision.value,

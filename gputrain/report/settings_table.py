@@ -126,7 +126,6 @@ class RunPart:
     outcome: str
     message: str
     device: str
-    stage: str
     changes: list[str]
     lost_steps: int
 
@@ -140,13 +139,11 @@ def run_parts(run: RunRecord) -> list[RunPart]:
         machine: Mapping[str, Any] = found if isinstance(found, dict) else {}
         step = _count(start.get("step"))
         lost = max(0, _count(start.get("logged_step")) - step) if step or parts else 0
-        stages = _count(start.get("stages"))
-        stage = f"stage {_count(start.get('stage')) + 1} of {stages}" if stages > 1 else ""
         parts.append(
             RunPart(
                 short_time(start.get("time")), step, _count(end.get("step")) if end else None,
                 str(end.get("outcome", "unknown")) if end else "no end was reported",
-                str(end.get("message", "")) if end else "", str(machine.get("device", MISSING)), stage,
+                str(end.get("message", "")) if end else "", str(machine.get("device", MISSING)),
                 _changes(start, machine, before), lost,
             )
         )  # fmt: skip

@@ -90,7 +90,7 @@ class SpeechTraining(TrainingData[S]):
         self.log(settings, runtime)
         return TrainingStart(settings, self.digests(), facts)
 
-    def stage(self, settings: S, position: str) -> StageData:
+    def stage(self, settings: S) -> StageData:
         return StageData(lambda: CLIP_SECONDS, step_items=settings.schedule.accumulation_steps)
 
     def training(self, settings: S, run: Run, runtime: Runtime) -> StageTraining:

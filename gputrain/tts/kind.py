@@ -124,7 +124,7 @@ class TtsWork(KindWork[TrainTts]):
             **planned.columns,
         }
         size = size_of(settings.speech, planned.seconds)
-        return PlannedTraining(replace(self, sizes=size), [(settings, columns)], clips)
+        return PlannedTraining(replace(self, sizes=size), settings, columns, clips)
 
     def synthetic(self, settings: TrainTts, **options: Any) -> SyntheticWork:
         from gputrain.tts.data import architecture_for, size_of, synthetic_batch

@@ -1,7 +1,5 @@
 """Options of the image VAE. Imports no torch."""
 
-import math
-from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -55,11 +53,6 @@ class Data:
     )
     exclude: tuple[str, ...] = advanced(default=(), separator="", help=EXCLUDE_HELP)
     image_size: int = opt(default=256, help="Side of a training crop, in pixels.", min=16)
-    resolution_schedule: str = opt(
-        default="",
-        help="Stages: 512:25,1024:50 (SIZE:EPOCHS). SIZE:EPOCHS:BATCH names a batch size, too; default: batch_size at "
-        "1024, twice that at 512, a quarter at 2048.",
-    )
     image_channels: int = advanced(default=3, help=CHANNELS_HELP, min=1, max=4)
     held_out_share: float = opt(default=0.05, help="Share kept for evaluation.", min=0.0, max=0.5)
     sample_pictures: tuple[Path, ...] = advanced(
@@ -175,50 +168,19 @@ class TrainVae:
     hardware: Hardware = Hardware()
 
     def __post_init__(self) -> None:
-        if self.data.resolution_schedule:
-            self._check_schedule()
-        for size in {stage.data.image_size for stage in self.stages}:
-            multiple = self.architecture.multiple
-            if size % multiple:
-                below = size // multiple * multiple
-                what = "side of a patch of latents" if self.architecture.patch_statistics else "downsampling factor"
-                raise UserError(
-                    f"image_size {size} is not a multiple of {multiple}, the {what} of the autoencoder",
-                    hint=f"use {below} or {below + multiple}" if below else f"use {multiple} or a multiple of it",
-                )
-            if self.losses.adversarial_weight and size < SMALLEST_DISCRIMINATED:
-                raise UserError(
-                    f"image_size {size} is too small for the discriminator: its minimum is {SMALLEST_DISCRIMINATED}",
-                    hint=f"use {SMALLEST_DISCRIMINATED} or more, or train without it: --adversarial-weight 0",
-                )
-
-    def _check_schedule(self) -> None:
-        for name, value, default in (
-            ("image_size", self.data.image_size, Data.image_size),
-            ("num_epochs", self.schedule.num_epochs, Schedule.num_epochs),
-            ("finish_by", self.schedule.finish_by, Schedule.finish_by),
-            ("cooldown", self.schedule.cooldown, Schedule.cooldown),
-        ):
-            if value != default:
-                raise UserError(
-                    f"{name} {value} and resolution_schedule contradict each other",
-                    hint=f"drop {name}: resolution_schedule sets sizes and epochs",
-                )
-
-    @property
-    def stages(self) -> tuple["TrainVae", ...]:
-        """The stages of the training: these settings, or one copy for each entry of resolution_schedule, with its
-        size, epochs and batch size."""
-        if not self.data.resolution_schedule:
-            return (self,)
-        made = []
-        for size, epochs, batch in parse_schedule(self.data.resolution_schedule, self.schedule.batch_size):
-            data = replace(self.data, image_size=size, resolution_schedule="")
-            # The number of micro-batches stays the same.
-            micro_batch = math.ceil(self.schedule.micro_batch_size * batch / self.schedule.batch_size)
-            schedule = replace(self.schedule, num_epochs=epochs, batch_size=batch, micro_batch_size=micro_batch)
-            made.append(replace(self, data=data, schedule=schedule))
-        return tuple(made)
+        size, multiple = self.data.image_size, self.architecture.multiple
+        if size % multiple:
+            below = size // multiple * multiple
+            what = "side of a patch of latents" if self.architecture.patch_statistics else "downsampling factor"
+            raise UserError(
+                f"image_size {size} is not a multiple of {multiple}, the {what} of the autoencoder",
+                hint=f"use {below} or {below + multiple}" if below else f"use {multiple} or a multiple of it",
+            )
+        if self.losses.adversarial_weight and size < SMALLEST_DISCRIMINATED:
+            raise UserError(
+                f"image_size {size} is too small for the discriminator: its minimum is {SMALLEST_DISCRIMINATED}",
+                hint=f"use {SMALLEST_DISCRIMINATED} or more, or train without it: --adversarial-weight 0",
+            )
 
     @property
     def architecture(self) -> VaeArchitecture:
@@ -240,32 +202,6 @@ class PlanVae(TrainVae):
     data: PlannedData = PlannedData()
     cards: Cards = Cards()
     rare_panels: ClassVar[tuple[str, ...]] = NOT_PLANNED
-
-
-# Batch size from each picture size on, as a factor of the batch size at 1024 pixels.
-BATCH_BY_SIZE = {2048: 0.25, 1536: 0.5, 1024: 1.0, 768: 1.5, 0: 2.0}
-
-
-def parse_schedule(text: str, batch_at_1024: int) -> list[tuple[int, int, int]]:
-    """Parses a schedule such as "512:25,1024:50:12" into (size, epochs, batch size) of each stage. Raises UserError if
-    the text is malformed."""
-    stages = []
-    for part in text.split(","):
-        numbers = part.strip().split(":")
-        if len(numbers) not in (2, 3) or not all(number.isascii() and number.isdigit() for number in numbers):
-            raise UserError(
-                f"resolution_schedule: {part.strip()!r} is not SIZE:EPOCHS or SIZE:EPOCHS:BATCH",
-                hint="write it as in 512:25,1024:50,2048:25 (in YAML, in quotation marks)",
-            )
-        size, epochs, *batch = map(int, numbers)
-        if size < 16 or epochs < 1 or batch == [0]:
-            raise UserError(
-                f"resolution_schedule: {part.strip()!r} has less than 16 pixels, 1 epoch or 1 picture",
-                hint="write it as in 512:25,1024:50,2048:25",
-            )
-        share = next(share for least, share in BATCH_BY_SIZE.items() if size >= least)
-        stages.append((size, epochs, batch[0] if batch else max(1, round(batch_at_1024 * share))))
-    return stages
 
 
 PICTURES = "Pictures, with --kind vae"

@@ -65,13 +65,9 @@ class VaeData(TrainingData[TrainVae]):
             self.pretrained = load_pretrained(settings.model.init_from, settings.architecture, model.train_part)
             log_start(settings.model.init_from)
         facts = run.resumed["facts"] if run.resumed else {}
-        return TrainingStart(settings, self.digests(), facts, settings.stages)
+        return TrainingStart(settings, self.digests(), facts)
 
-    def stage(self, settings: TrainVae, position: str) -> StageData:
-        if position:
-            log.info(
-                "%s: %d px, %d images a step", position, settings.data.image_size, settings.schedule.global_batch_size
-            )
+    def stage(self, settings: TrainVae) -> StageData:
         warn_of_small_pictures(self.pictures, settings.data.image_size)
         return StageData(partial(decoding_seconds, self.crops(settings)))
 
@@ -177,8 +173,8 @@ def log_training(settings: TrainVae, runtime: Runtime, pictures: Pictures) -> No
     log.info("pictures for training: %d, held out: %d", len(pictures.train), len(pictures.held_out))
     pictures.split.log_shares(pictures.mixture, "pictures")
     warn_of_opaque_pictures(settings.data.image_channels, pictures)
-    sizes = ", ".join(f"{stage.data.image_size} px" for stage in settings.stages)
-    log.info("model: %s, %s; losses: %s", settings.model.preset, sizes, settings.losses.description)
+    model, size, losses = settings.model.preset, settings.data.image_size, settings.losses.description
+    log.info("model: %s, %d px; losses: %s", model, size, losses)
 
 
 # ------------------------------------------------------------------------------------------------ plans and benchmarks

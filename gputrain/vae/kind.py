@@ -136,12 +136,9 @@ class VaeWork(KindWork[TrainVae]):
         return {what: late} if losses.adversarial_weight else {}
 
     def planned(self, settings: PlanVae) -> PlannedTraining:
-        stages = [
-            (stage, {"image_size": stage.data.image_size, "batch_size": stage.schedule.global_batch_size})
-            for stage in settings.stages
-        ]
+        columns = {"image_size": settings.data.image_size, "batch_size": settings.schedule.global_batch_size}
         named = settings.data.data_path != PlannedData.data_path
-        return PlannedTraining(self, stages, len(self.open_data(settings)) if named else None)
+        return PlannedTraining(self, settings, columns, len(self.open_data(settings)) if named else None)
 
     def synthetic(self, settings: TrainVae, **options: Any) -> SyntheticWork:
         from gputrain.vae.data import synthetic_pictures, synthetic_recipe

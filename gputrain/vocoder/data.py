@@ -68,7 +68,7 @@ class VocoderTraining(TrainingData[TrainVocoder]):
         self.sounds.split.log_shares(self.mixture, "crops")
         return TrainingStart(settings, self.digests())
 
-    def stage(self, settings: TrainVocoder, position: str) -> StageData:
+    def stage(self, settings: TrainVocoder) -> StageData:
         return StageData(lambda: CROP_SECONDS)
 
     def training(self, settings: TrainVocoder, run: Run, runtime: Runtime) -> StageTraining:

@@ -144,7 +144,7 @@ class VocoderWork(KindWork[TrainVocoder]):
         data, items = settings.data, None
         if data.data_path != PlannedData.data_path:
             items = len(VocoderTraining.of(settings, open_sounds(data.data_path, data.held_out_share)))
-        return PlannedTraining(self, [(settings, columns)], items)
+        return PlannedTraining(self, settings, columns, items)
 
     def synthetic(self, settings: TrainVocoder, **options: Any) -> SyntheticWork:
         from gputrain.vocoder.data import synthetic_crops

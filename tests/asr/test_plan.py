@@ -38,7 +38,7 @@ def test_a_plan_without_data_is_for_clips_of_the_length_that_was_asked_for(work,
     ):
         settings = assemble(options, {"batch_size": 32, **values})
         planned = work().planned(settings)
-        ((_, columns),) = planned.stages
+        columns = planned.columns
         assert {name: columns[name] for name in shown} == shown
         assert planned.work.sizes.clip.frames == pytest.approx(seconds * rate, abs=1)
     of_data = PlannedClips.of(assemble(options, {"batch_size": 32, "clip_seconds": 8.0}), of_data=True)

@@ -82,32 +82,6 @@ def test_ranks_train_as_one_process_and_one_process_continues(photographs, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds the ranks in /proc")
-def test_ranks_train_stages_of_resolution_as_one_process(photographs, tmp_path):
-    """5 pictures: 5 steps of each stage. The ranks are stopped in the second stage, and continue."""
-    together, alone = tmp_path / "together", tmp_path / "alone"
-    stages = {
-        "image-size": 256, "resolution-schedule": "16:2:2,24:2:2", "num-steps": 0, "num-epochs": 100, "batch-size": 1,
-        "evaluate-every-steps": 0, "evaluate-every-epochs": 1,
-    }  # fmt: skip
-    for changes in ({"max-steps": 7}, {}):
-        launcher = torchrun(*options(photographs, together, **stages, **changes), "--resume-from", "auto")
-        said = launcher.communicate(timeout=200)[0]
-        assert launcher.returncode == 0, said
-    assert "stage 2 of 2" in said
-    assert "stage 1 of 2" not in said
-    done = gputrain_here(*options(photographs, alone, **stages))
-    assert done.returncode == 0, done.stderr
-    assert read(together / LAST, "vae")["progress"]["stage"] == 1
-    assert read(together / LAST, "vae")["progress"]["finished"]
-    assert losses(together).keys() == losses(alone).keys() == set(range(1, 11))
-    for step, loss in losses(alone).items():
-        assert losses(together)[step] == pytest.approx(loss, rel=1e-5)
-    names = [{path.name for path in folder.glob("*.pt")} for folder in (together, alone)]
-    assert names[0] == names[1]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc").exists(), reason="finds the ranks in /proc")
 def test_a_killed_rank_is_restarted_and_nothing_is_lost(photographs, tmp_path):
     """The ranks continue from the last checkpoint by themselves, to the bits of the run that was not disturbed."""
     calm, disturbed = tmp_path / "calm", tmp_path / "disturbed"

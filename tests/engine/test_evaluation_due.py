@@ -12,7 +12,6 @@ from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import BEST, LAST, PREVIOUS
 from gputrain.engine.metrics import Metrics
-from gputrain.engine.schedule import RunProgress, stages_ahead
 from gputrain.errors import Stopped
 from gputrain.samples import Report
 from tests.comparison import differing
@@ -126,13 +125,3 @@ def best_score(folder: Path) -> float:
     found = dict(evaluations(folder))
     assert best["best_score"] == found[best["step"]] == max(found[step] for step in found if step)
     return best["best_score"]
-
-
-def test_a_stage_whose_evaluation_is_due_comes_before_the_next_one():
-    ended = RunProgress(step=4, stage=0, stages=3, finished=True)
-    due = RunProgress(step=4, stage=0, stages=3, finished=True, evaluation_due=True)
-    last = RunProgress(step=4, stage=2, stages=3, finished=True, evaluation_due=True)
-    assert list(stages_ahead(ended, 3, beyond_end=False)) == [1, 2]
-    assert list(stages_ahead(due, 3, beyond_end=False)) == [0, 1, 2]
-    assert list(stages_ahead(last, 3, beyond_end=False)) == [2]
-    assert list(stages_ahead(last, 3, beyond_end=True)) == [0, 1, 2]

@@ -91,13 +91,6 @@ def test_without_a_prediction_the_peak_is_noted(tmp_path, caplog):
     assert caplog.messages == []
 
 
-def test_a_stage_does_not_keep_the_measurement_of_the_stage_before(tmp_path):
-    check = check_of(tmp_path)
-    check.report(PEAK, 2)
-    MemoryCheck(check.saver, 5)
-    assert check.saver.run.status.measured_memory == {}
-
-
 def test_a_cpu_is_not_compared(tmp_path, caplog):
     """plan.json has the memory of the process there, which is no peak of tensors."""
     settings = quiet(tmp_path)

@@ -5,17 +5,15 @@ import json
 import os
 import re
 import threading
-import time
 
 import pytest
 
-from gputrain.engine.callbacks import requests
 from gputrain.engine.callbacks.requests import REQUEST, Inbox, send
 from gputrain.engine.run_folder import replace_file
 from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule
 from gputrain.engine.stop import COMMAND_CLOCK
 from gputrain.errors import Stopped, UserError
-from tests.engine.asking import TAKEN, Asking, note_requests
+from tests.engine.asking import Asking, note_requests
 from tests.engine.test_deadline import steps_of
 from tests.engine.test_finish_by import clock, rates, run  # noqa: F401 (a fixture)
 from tests.engine.test_history import rows as history
@@ -58,21 +56,6 @@ def test_a_request_to_stop_ends_a_wait_for_data_that_hangs(tmp_path):
     with pytest.raises(Stopped, match="after step 8; everything is saved"):
         run(tmp_path, hanging, max_steps=12)
     assert saved_step(tmp_path) == 8
-
-
-def test_a_request_that_comes_last_is_for_the_next_stage(tmp_path, monkeypatch):
-    """Between two looks, which are far apart here, the stage ends."""
-    monkeypatch.setattr(requests, "LOOK_SECONDS", HANG_SECONDS)
-
-    def source(first: int, last: int):
-        yield from batches(first, last - 1)
-        time.sleep(0.05)  # The first look is over, as a rule.
-        send(tmp_path, "stop")
-        yield from batches(last - 1, last)
-
-    run(tmp_path, source, max_steps=3)
-    assert not (tmp_path / REQUEST).exists()
-    assert TAKEN[-1].action == "stop"
 
 
 def test_a_request_to_save_saves_after_the_step_and_changes_nothing(tmp_path, caplog):
@@ -230,7 +213,7 @@ def test_a_file_that_cannot_be_removed_counts_once(tmp_path, caplog):
     """A folder of that name is one, and a request in a folder that this user may not change."""
     path = tmp_path / REQUEST
     path.mkdir()
-    inbox = Inbox(path, [["now", "here", 1]])
+    inbox = Inbox(path, ["now", "here", 1])
     assert [inbox.take(), inbox.take()] == [None, None]
     assert caplog.text.count("cannot be removed") == 1
     path.rmdir()
@@ -240,21 +223,20 @@ def test_a_file_that_cannot_be_removed_counts_once(tmp_path, caplog):
             raise PermissionError(13, "Permission denied")
 
     path.write_text(json.dumps({"action": "save", "steps": 0, "attempt": ["now", "here", 1]}))
-    inbox = Inbox(Kept(path), [["now", "here", 1]])
+    inbox = Inbox(Kept(path), ["now", "here", 1])
     assert [request and request.action for request in (inbox.take(), inbox.take())] == ["save", None]
     path.write_text(json.dumps({"action": "stop", "steps": 0, "attempt": ["now", "here", 1]}) + "\n")
     assert inbox.take().action == "stop"
     assert caplog.text.count("cannot be removed (Permission denied)") == 1
 
 
-START = {"event": "start", "time": "2027-01-31T18:30:00+00:00", "host": "there", "process": 5, "stage": 0, "stages": 1}
+START = {"event": "start", "time": "2027-01-31T18:30:00+00:00", "host": "there", "process": 5}
 END = {"event": "end", "step": 5, "outcome": "stopped", "message": ""}
 
 
 @each_row(
     ([], "save", 0, "no training is known to run there"),
     ([START, END], "stop", 0, "no training is known to run there"),
-    ([{**START, "stages": 3}], "cooldown", 0, "only the last stage can cool down"),
     ([START], "cooldown", -1, "a cool-down over -1 steps"),
     ([START], "cooldown", 2**40, "a cool-down over 1099511627776 steps"),
 )
@@ -272,7 +254,7 @@ def test_a_request_that_waits_is_not_lost_to_another(tmp_path):
     with pytest.raises(UserError, match="has not seen cooldown yet"):
         send(tmp_path, "save")
     send(tmp_path, "cooldown", 60)
-    inbox = Inbox(tmp_path / REQUEST, [["2027-01-31T18:30:00+00:00", "there", 5]])
+    inbox = Inbox(tmp_path / REQUEST, ["2027-01-31T18:30:00+00:00", "there", 5])
     assert dataclasses.astuple(inbox)[3] is False
     assert inbox.take().steps == 60
     send(tmp_path, "save")

@@ -52,7 +52,7 @@ def test_a_kept_plan_is_the_same(monkeypatch):
 
     def plans(**changes):
         settings = assemble(PlanVocoder, {**SMALL, **changes})
-        found = ModelPlanner(VocoderWork(), keeps=True).card_plans(settings.cards, [(settings, {})])
+        found = ModelPlanner(VocoderWork(), keeps=True).card_plans(settings.cards, settings, {})
         return json.dumps([one.to_json() for one in found])
 
     first = plans()

@@ -35,7 +35,7 @@ def start_row(step: int, **others: object) -> dict:
     machine = {"device": "Some CPU, 2 cores", "torch": "2.9.0", "gputrain": "1.0", "python": "3.11"}
     return {
         "time": "2026-01-02T03:04:05+00:00", "event": "start", "step": step, "last_step": 40, "logged_step": step,
-        "stage": 0, "stages": 1, "machine": machine, "host": "elsewhere", "process": 1, "changes": {}, **others,
+        "machine": machine, "host": "elsewhere", "process": 1, "changes": {}, **others,
     }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from gputrain.fetch.hub import cache_folder
 from gputrain.kinds import kinds
 from gputrain.planner.memory import predict
 from gputrain.vae import architecture, data
-from gputrain.vae.config import TrainVae, parse_schedule
+from gputrain.vae.config import TrainVae
 from gputrain.vae.data import log_training, warn_of_small_pictures
 from gputrain.vae.dataset import CropDataset, open_pictures
 from gputrain.vae.diffusers_folder import save_diffusers
@@ -34,7 +34,6 @@ from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.pretrained import load_model
 from gputrain.vae.recipe import VaeRecipe
 from tests.comparison import assert_same
-from tests.tables import each_row, slow
 from tests.toy import as_on_a_gpu, cpu_runtime
 from tests.training import train_vae
 from tests.vae.test_recipe import SMALL, settings_of
@@ -124,78 +123,22 @@ def test_several_folders_with_weights_resume_bit_for_bit(photographs, tmp_path, 
     assert "a=2" in said
 
 
-SCHEDULE = {"resolution_schedule": "24:1:2,32:1:1", "image_size": 256}  # 256 is the default.
+def test_a_run_is_continued_at_another_size(photographs, tmp_path):
+    """5 pictures: 3 steps of 2 at the first size, then 5 of 1 at the second."""
+    first = run(tmp_path, photographs, image_size=24, num_epochs=1, batch_size=2)
+    larger = {"image_size": 32, "num_epochs": 1, "batch_size": 1}
+    continued = run(tmp_path, photographs, **larger, resume_from=str(tmp_path / "checkpoint_epoch_1.pt"))
+    assert (first["progress"]["step"], continued["progress"]["step"], continued["progress"]["finished"]) == (3, 8, True)
+    assert {"checkpoint_epoch_1.pt", "checkpoint_epoch_2.pt"} <= {path.name for path in tmp_path.iterdir()}
+    assert read_file(tmp_path / "config.yaml")["image_size"] == continued["config"]["image_size"] == 32
+    assert run(tmp_path, photographs, **larger, resume_from="auto")["progress"] == continued["progress"]
 
 
-@pytest.fixture(scope="module")
-def scheduled(photographs, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("scheduled")
-    return folder, run(folder, photographs, **SCHEDULE)
-
-
-def test_a_schedule_is_what_resuming_by_hand_at_another_size_does(scheduled, photographs, tmp_path):
-    run(tmp_path, photographs, image_size=24, num_epochs=1, batch_size=2)
-    first = str(tmp_path / "checkpoint_epoch_1.pt")
-    by_hand = run(tmp_path, photographs, image_size=32, num_epochs=1, batch_size=1, resume_from=first)
-    folder, at_once = scheduled
-    assert_same(at_once["modules"], by_hand["modules"])
-    assert_same(at_once["optimizers"], by_hand["optimizers"])
-    steps = at_once["progress"]["step"]
-    assert steps == by_hand["progress"]["step"]
-    assert at_once["progress"]["stage"] == 1
-    assert at_once["progress"]["finished"]
-    assert steps == 8  # 5 pictures: 3 steps of 2, then 5 of 1
-    assert (folder / "checkpoint_epoch_1.pt").exists()
-    assert (folder / "checkpoint_epoch_2.pt").exists()
-    assert read_file(folder / "config.yaml")["resolution_schedule"] == SCHEDULE["resolution_schedule"]
-    assert at_once["config"]["image_size"] == 32
-
-
-@pytest.mark.parametrize("cut", [slow(2), 3, slow(6)])
-def test_a_schedule_goes_on_where_it_was_stopped(scheduled, photographs, tmp_path, cut, caplog):
-    """Stops in the first stage, at its end, and in the second."""
-    with caplog.at_level("INFO"):
-        run(tmp_path, photographs, **SCHEDULE, max_steps=cut)
-    assert ("stage 2 of 2" in caplog.text) == (cut >= 3)
-    resumed = run(tmp_path, photographs, **SCHEDULE, resume_from="auto")
-    assert_same(scheduled[1]["modules"], resumed["modules"])
-
-
-def test_a_finished_schedule_has_nothing_left(scheduled, photographs, tmp_path):
-    folder, made = scheduled
-    again = run(folder, photographs, **SCHEDULE, resume_from="auto")
-    assert again["progress"] == made["progress"]
-    with pytest.raises(UserError, match="has finished the 2 stages"):
-        run(folder, photographs, resume_from="auto")
-
-
-@each_row(
-    ("512:25,1024:50,2048:25", 16, [(512, 25, 32), (1024, 50, 16), (2048, 25, 4)]),
-    ("768:1,1536:2", 16, [(768, 1, 24), (1536, 2, 8)]),
-    ("64:1, 2048:2:7", 1, [(64, 1, 2), (2048, 2, 7)]),
-    ("2048:1", 1, [(2048, 1, 1)]),
-)
-def test_schedules(text, batch, stages):
-    assert parse_schedule(text, batch) == stages
-
-
-@each_row("512", "512:", "512:x", "512:1:0", "8:1", "512:0", "512:1,", "512:1:2:3", "-512:1")
-def test_schedules_that_do_not_parse(text):
-    with pytest.raises(UserError, match="resolution_schedule"):
-        settings_of(resolution_schedule=text, image_size=256)
-
-
-def test_a_stage_has_as_many_parts_as_the_batch_was_given():
-    made = settings_of(resolution_schedule="512:1,1024:1,2048:1", image_size=256, batch_size=16, micro_batch_size=4)
-    assert [stage.schedule.micro_batch_size for stage in made.stages] == [8, 4, 1]
-    assert [stage.schedule.batch_size for stage in made.stages] == [32, 16, 4]
-
-
-def test_schedule_and_size_contradict_each_other():
-    with pytest.raises(UserError, match="image_size 64 and resolution_schedule contradict"):
-        settings_of(resolution_schedule="64:1", image_size=64)
+def test_a_resolution_schedule_of_an_earlier_version_is_refused():
+    with pytest.raises(UserError, match="there is no option resolution_schedule any more"):
+        settings_of(resolution_schedule="64:1,128:1", image_size=256)
     with pytest.raises(UserError, match="image_size 33 is not a multiple of 2"):
-        settings_of(resolution_schedule="32:1,33:1", image_size=256)
+        settings_of(image_size=33)
 
 
 def test_only_the_decoder_learns(photographs, tmp_path, caplog):
@@ -354,8 +297,11 @@ def test_a_training_that_does_not_fit_ends_before_it_begins(photographs, tmp_pat
     assert not (tmp_path / "run" / "checkpoint_last.pt").exists()
 
 
+TWO_EPOCHS = {"image_size": 24, "num_epochs": 2, "batch_size": 2, "evaluate_every_epochs": 1, "eval_first": True}
+
+
 def killed_in_the_second_evaluation(folder, photographs):
-    """The first evaluation precedes the first step; the second one ends the first stage."""
+    """The first evaluation precedes the first step; the second one ends the first epoch."""
     evaluate, count = VaeRecipe.evaluate, 0
 
     def counted(recipe):
@@ -367,23 +313,23 @@ def killed_in_the_second_evaluation(folder, photographs):
 
     VaeRecipe.evaluate = counted
     with few_layers():
-        run(folder, photographs, **SCHEDULE, evaluate_every_epochs=1, eval_first=True)
+        run(folder, photographs, **TWO_EPOCHS)
 
 
 @pytest.mark.slow
-def test_a_run_killed_before_the_evaluation_of_its_first_stage_evaluates_it_at_its_size(photographs, tmp_path):
-    straight = run(tmp_path / "a", photographs, **SCHEDULE, evaluate_every_epochs=1, eval_first=True)
+def test_a_run_killed_before_the_evaluation_of_an_epoch_makes_it(photographs, tmp_path):
+    straight = run(tmp_path / "a", photographs, **TWO_EPOCHS)
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=killed_in_the_second_evaluation, args=(tmp_path / "b", photographs))
     process.start()
     process.join(200)
     assert process.exitcode == -signal.SIGKILL
-    resumed = run(tmp_path / "b", photographs, **SCHEDULE, evaluate_every_epochs=1, eval_first=True, resume_from="auto")
+    resumed = run(tmp_path / "b", photographs, **TWO_EPOCHS, resume_from="auto")
     assert_same(straight["modules"], resumed["modules"])
     assert straight["progress"] == resumed["progress"]
     scores = [[(row["step"], row["eval/score"]) for row in rows(tmp_path / x) if "eval/score" in row] for x in "ab"]
     assert scores[0] == scores[1]
-    assert [step for step, _ in scores[0]] == [0, 3, 8]
+    assert [step for step, _ in scores[0]] == [0, 3, 5]
     names = [sorted(path.name for path in (tmp_path / x).glob("*.pt")) for x in "ab"]
     assert names[0] == names[1]
     assert "checkpoint_best.pt" in names[0]

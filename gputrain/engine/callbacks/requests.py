@@ -49,8 +49,6 @@ def send(folder: Path, action: Action, steps: int = 0) -> None:
     start = open_start(folder)
     if start is None:
         raise UserError(f"{folder}: no training is known to run there", hint="only a training that runs can be asked")
-    if action == "cooldown" and start.get("stage", 0) + 1 < start.get("stages", 1):
-        raise UserError(f"{folder}: only the last stage can cool down", hint="save or stop it, or wait for that stage")
     if not is_count(steps, 0):
         raise UserError(f"a cool-down over {steps} steps", hint="give the number of steps, or 0 for a fifth of all")
     request = Request(action, steps, _attempt_of(start))
@@ -85,7 +83,7 @@ class Inbox:
     """Takes requests to a training from its run folder."""
 
     path: Path
-    attempts: list[Attempt]  # The starts of this training: one of each of its stages.
+    attempt: Attempt  # What identifies this start of the training.
     left: tuple[int, ...] = ()  # What identifies a file that could not be removed.
     has_warned: bool = False
 
@@ -111,7 +109,7 @@ class Inbox:
         if fault and not self.has_warned:
             self.has_warned = True
             log.warning("%s %s; the training goes on", self.path, fault)
-        return request if request and request.attempt in self.attempts else None
+        return request if request and request.attempt == self.attempt else None
 
 
 class Requests:
@@ -141,8 +139,7 @@ class Requests:
         if start is None or not run.group.leads:
             yield
             return
-        run.status.attempts.append(_attempt_of(start))
-        inbox = Inbox(run.folder / REQUEST, run.status.attempts)
+        inbox = Inbox(run.folder / REQUEST, _attempt_of(start))
 
         def look() -> bool:
             if request := inbox.take():
@@ -150,10 +147,8 @@ class Requests:
             return False
 
         # A disk that does not answer must not keep the training from its end.
-        with repeated(look, LOOK_SECONDS, "requests", patience=LOOK_SECONDS) as thread:
+        with repeated(look, LOOK_SECONDS, "requests", patience=LOOK_SECONDS):
             yield
-        if not thread.is_alive():
-            look()  # What comes last is for the next stage, if there is one.
 
     def take_up(self, request: Request) -> None:
         """Note a request, in the thread that has found it. Several ranks could not agree to leave a wait for data."""
