@@ -222,10 +222,8 @@ class VaePrepareConfig(PictureLimits):
     """The options that a prepared picture depends on, besides its source."""
 
     target_size: int = opt(default=1024, help="Side of prepared pictures, in pixels. A multiple of 8.", min=8)
-    resize_mode: Literal["cover", "contain", "stretch"] = opt(
-        default="cover",
-        help="cover, contain or stretch. cover: fill the square and crop; contain: fit in and pad with repeated border "
-        "pixels, up to three times the shorter side; stretch: change the proportions.",
+    resize_mode: Literal["cover", "stretch"] = opt(
+        default="cover", help="cover or stretch. cover: fill the square and crop; stretch: change the proportions."
     )
     format: PictureFormat = opt(default="png", help="Format: png, jpeg or webp.")
     image_channels: int = advanced(default=3, help=CHANNELS_HELP, min=1, max=4)

@@ -1,5 +1,6 @@
 """Finds the pictures of a folder tree, and decodes pictures of all supported formats."""
 
+import logging
 import re
 import struct
 import warnings
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from io import BytesIO
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,12 +31,9 @@ from gputrain.data_in.preparation import (
 )
 from gputrain.errors import UserError
 from gputrain.vae.config import PictureLimits
-from gputrain.vae.tiff import OTHERS, TiffLayout, UnsupportedTiff, read_layout
 
 T = TypeVar("T")
-PictureFault = Literal[
-    "broken", "unsupported", "tiny", "huge", "one colour", "dark", "elongated", "duplicate", "unreadable"
-]
+PictureFault = Literal["broken", "unsupported", "tiny", "huge", "one colour", "dark", "duplicate", "unreadable"]
 FLAT = 2  # Levels between the darkest and the brightest pixel of a picture of one colour, which JPEG may add.
 HDR = {8: "linear", 16: "those of HDR (PQ)", 18: "those of HDR (HLG)"}  # Transfer functions of ITU-T H.273.
 DARK = 16  # Brightest level of a picture that is nearly black: white of 12 bits in a file of 16.
@@ -146,6 +144,77 @@ def scan_pictures(folder: Path, exclude: Sequence[str] | None = None) -> Picture
     return PictureTree([file for file in files if file.bytes], sorted_refusals(refused), tree.ignored)
 
 
+# ---------------------------------------------------------------------------------------------------- TIFF
+
+# TIFF pictures that Pillow refuses or misreads have 16-bit samples in separate planes or with white as zero, floats,
+# signed and wide integers, or premultiplied transparency. Tags and their values are those of TIFF 6.0 (Adobe, 1992):
+# https://www.adobe.io/open/standards/TIFF.html.
+STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+WHITE_IS_ZERO, BLACK_IS_ZERO, RGB, SEPARATED = 0, 1, 2, 5  # Values of PhotometricInterpretation.
+SAMPLE_FORMATS = {1: "unsigned", 2: "signed", 3: "float", 5: "complex", 6: "complex"}
+PREMULTIPLIED = 1  # Value of ExtraSamples.
+REDUCED = 1  # Bit of NewSubfileType.
+SUBSAMPLING = 530
+JPEG = (6, 7)  # Values of Compression.
+
+
+@dataclass(frozen=True)
+class TiffLayout:
+    """Layout in which a TIFF file stores its first picture that is no thumbnail; `page` is its number."""
+
+    page: int
+    bits: int
+    is_compressed: bool
+    pillow_reads: bool  # True if Pillow decodes it rightly; found by comparison with files of known content.
+    description: str
+
+    def refusal(self, path: Path) -> UnusablePicture:
+        hint = "save it as a PNG, or as a TIFF with 8-bit samples"
+        return UnusablePicture(path, "unsupported", f"a TIFF of {self.description}, which is not supported: {hint}")
+
+    @classmethod
+    def of_page(cls, page: Any, number: int) -> "TiffLayout":
+        """Returns the layout of a page of tifffile."""
+        facts = (page.bitspersample, page.samplesperpixel, page.sampleformat)
+        bits, samples, form = (int(np.max(fact)) for fact in facts)
+        photometric, extra, compression = int(page.photometric), tuple(map(int, page.extrasamples)), page.compression
+        separate = int(page.planarconfig or 1) == 2  # Each sample has a plane of its own.
+        is_gray = photometric in (WHITE_IS_ZERO, BLACK_IS_ZERO)
+        tags = page.tags
+        # Outside of JPEG, Pillow takes several pixels that share a pair of colour differences for pixels.
+        subsampled = SUBSAMPLING in tags and tuple(tags[SUBSAMPLING].value) != (1, 1) and compression not in JPEG
+        is_read = SAMPLE_FORMATS.get(form) == "unsigned" and bits <= 16 and not subsampled
+        is_read &= not (is_gray and samples > 2)  # The bands of a satellite.
+        if bits > 8:
+            gray = photometric == BLACK_IS_ZERO and samples == 1
+            is_read &= gray or (photometric in (RGB, SEPARATED) and not separate)
+        else:
+            is_read &= not (separate and extra) and not (PREMULTIPLIED in extra and photometric != RGB)
+        words = [f"{bits}-bit {SAMPLE_FORMATS.get(form, 'undefined')} samples, {samples} a pixel"]
+        words += [getattr(page.photometric, "name", "unknown").lower() + " colours"] * (not is_gray)
+        words += ["white as zero"] * (photometric == WHITE_IS_ZERO) + ["separate planes"] * separate
+        words += [f"{getattr(compression, 'name', 'unknown')} compression"] * (compression != 1)
+        return cls(number, bits, compression != 1, is_read, ", ".join(words))
+
+
+def read_layout(path: Path) -> TiffLayout | None:
+    """Returns the layout of a TIFF file; None for a file of another format or with damaged tags."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start not in STARTS:
+        return None
+    from tifffile import TiffFile
+
+    logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # What it says of damaged tags is said by the refusal.
+    try:
+        with TiffFile(path) as tiff:
+            pages = [tiff.pages[number] for number in range(len(tiff.pages))]
+            number = next((n for n, page in enumerate(pages) if not page.subfiletype & REDUCED), 0)
+            return TiffLayout.of_page(pages[number], number)
+    except Exception:  # Damaged tags raise any error in it; Pillow then names the fault, or reads the file.
+        return None
+
+
 # ------------------------------------------------------------------------------------------------ decoding
 
 
@@ -231,25 +300,17 @@ def _opened(path: Path, limits: PictureLimits) -> Iterator[tuple[Image.Image, Ti
     try:
         with warnings.catch_warnings(), ExitStack() as open_files:
             warnings.simplefilter("ignore")  # Pillow warns about invalid tags.
-            tiff, unsupported = read_layout(path), ""
-            if tiff:
-                unsupported = f"a TIFF of {tiff.description}, which is not supported: {OTHERS}"
+            tiff = read_layout(path)
             if tiff and not tiff.pillow_reads:
-                raise UnsupportedTiff(unsupported)
+                raise tiff.refusal(path)
             try:
                 image = open_files.enter_context(Image.open(path, formats=_readable_formats()))
             except UnidentifiedImageError:
-                if tiff:
-                    raise UnsupportedTiff(unsupported) from None
-                raise
+                raise (tiff.refusal(path) if tiff else _unidentified(path)) from None
             if tiff and tiff.page:
                 image.seek(tiff.page)
             _check_size(path, limits, *image.size)
             yield image, tiff
-    except UnidentifiedImageError:
-        raise _unidentified(path) from None
-    except UnsupportedTiff as error:
-        raise UnusablePicture(path, "unsupported", str(error)) from None
     except MemoryError:
         raise UnusablePicture(path, "huge", "does not fit in memory") from None
     except OSError as error:

@@ -21,7 +21,6 @@ from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import numpy as np
 import pooch
 from PIL import Image
 
@@ -54,7 +53,6 @@ from gputrain.vae.pictures import (
     Box,
     Header,
     PictureTree,
-    UnusablePicture,
     check_colours,
     read_header,
     read_picture,
@@ -62,7 +60,6 @@ from gputrain.vae.pictures import (
     scan_pictures,
 )
 
-MOST_ELONGATED = 3  # Ratio of the sides of a picture from which on most of a square that contains it would be padding.
 LOOKS = ("target_size", "resize_mode", "format", "image_channels")  # Settings that change the pictures themselves.
 PICTURE_KEYS = ("path", "source", "width", "height", "bytes", "sha256", "fingerprint")
 SUFFIXES: dict[PictureFormat, str] = {"png": ".png", "jpeg": ".jpg", "webp": ".webp"}
@@ -100,12 +97,10 @@ def prepare_images(
 ) -> VaePrepareReport:
     """Resizes every usable picture of a tree to a square, in the same tree under `output_dir`.
 
-    "cover" fills the square and crops both ends evenly; "contain" fits the picture in and pads with repeated border
-    pixels, because bars of one colour would teach the model edges that photographs do not have; "stretch" changes
-    the proportions. Of a picture that is more than three times as long as wide most of the square would be padding, so
-    "contain" refuses it. PNG and WebP are lossless, JPEG has quality 95 and full chroma. Broken, tiny, huge, duplicate
-    and unreadable files, and masks, are quarantined: listed in quarantine.jsonl, and not moved. Files that a pattern of
-    `exclude` matches are ignored. `origin` names what the folder was unpacked from; default: the folder.
+    "cover" fills the square and crops both ends evenly; "stretch" changes the proportions. PNG and WebP are lossless,
+    JPEG has quality 95 and full chroma. Broken, tiny, huge, duplicate and unreadable files, and masks, are quarantined:
+    listed in quarantine.jsonl, and not moved. Files that a pattern of `exclude` matches are ignored. `origin` names
+    what the folder was unpacked from; default: the folder.
 
     Raises UserError if a folder is invalid, no picture is usable, a process dies or the disk is full;
     the next run continues. It also raises UserError if the folder has pictures of other settings.
@@ -307,23 +302,8 @@ def _fit(path: Path, config: VaePrepareConfig) -> Image.Image:
     size = config.target_size
     crop = _centred if config.resize_mode == "cover" else None
     image = read_picture(path, config, crop=crop, channels=config.image_channels)
-    width, height = size, size
-    if config.resize_mode == "contain":
-        if max(image.size) > MOST_ELONGATED * min(image.size):
-            raise UnusablePicture(
-                path, "elongated", f"{image.width} x {image.height} pixels fill less than {100 / MOST_ELONGATED:.0f} % "
-                "of a square, and repeated border pixels the rest: --resize-mode cover crops instead",
-            )  # fmt: skip
-        scale = size / max(image.size)
-        width, height = max(1, round(image.width * scale)), max(1, round(image.height * scale))
     check_colours(path, image)
-    image = image.resize((width, height), Image.Resampling.LANCZOS, reducing_gap=3.0)
-    if (width, height) == (size, size):
-        return image
-    left, top = (size - width) // 2, (size - height) // 2
-    margins = ((top, size - height - top), (left, size - width - left), (0, 0))
-    levels = np.asarray(image)
-    return Image.fromarray(np.pad(levels, margins[: levels.ndim], mode="edge"))
+    return image.resize((size, size), Image.Resampling.LANCZOS, reducing_gap=3.0)
 
 
 def _centred(width: int, height: int) -> Box:
@@ -381,10 +361,8 @@ class ImageReport(DataReport):
     held_out: int
     bytes: int
     formats: dict[str, int]
-    modes: dict[str, int]
     width: ValueRange | None
     height: ValueRange | None
-    megapixels: ValueRange | None
     manifest: Disagreement | None
     findings: tuple[str, ...] = ()
 
@@ -434,10 +412,8 @@ def validate_images(
         findings=findings_of(marks, held_out),
         bytes=sum(f.source.bytes for f in checked),
         formats=dict(Counter(f.header.format for f in checked)),
-        modes=dict(Counter(f.header.mode for f in checked)),
         width=value_range([width for width, _ in sizes]),
         height=value_range([height for _, height in sizes]),
-        megapixels=value_range([width * height / 1e6 for width, height in sizes]),
         ignored={kind: names for kind, names in others.items() if names},
         refused=sorted_refusals(refused),
         manifest=None if listed is None else _compare(listed, checked, repeats, tree),

@@ -1,5 +1,5 @@
-"""The server of `gputrain watch`: its port and address, connections that are slow or silent, and its end; and --watch
-of the train commands, which starts it beside a training.
+"""The server of `gputrain watch`: its port and address, and its end; and --watch of the train commands, which starts it
+beside a training.
 
 Beside a training it is a process of its own, in a session of its own, so that a Ctrl-C in the terminal only reaches the
 training. Its standard input is a pipe that closes when the training ends, however that comes about: then it ends, too.
@@ -38,18 +38,15 @@ from gputrain.watch.options import PARENT, PORT, WatchSettings
 log = logging.getLogger(__name__)
 
 TOKEN = "GPUTRAIN_WATCH_TOKEN"  # Keeps the token over restarts.
-HEAD_SECONDS = 15.0  # Time for a client to send its request,
-ANSWER_SECONDS = 300.0  # and to take the answer.
-MOST_CONNECTIONS = 200  # Of more, the oldest one is closed.
+SILENT_SECONDS = 60.0  # A client that sends or takes nothing for so long loses its connection.
 PARENT_SECONDS = 10.0  # Time in which a page shows that its training has ended.
 
 
 class Handler(WSGIRequestHandler):
     """Reads one request and sends its answer."""
 
-    timeout = ANSWER_SECONDS
+    timeout = SILENT_SECONDS
     default_request_version = "HTTP/1.1"  # Otherwise an answer to what is no request would have no headers.
-    server: "PageServer"
 
     def version_string(self) -> str:
         return "gputrain"
@@ -61,7 +58,6 @@ class Handler(WSGIRequestHandler):
         """Print nothing, whatever a client sends."""
 
     def run_wsgi(self) -> None:
-        self.server.ends[self.connection] = time.monotonic() + ANSWER_SECONDS
         try:
             super().run_wsgi()
         except ValueError:  # An address that is none.
@@ -76,30 +72,12 @@ class Handler(WSGIRequestHandler):
 
 
 class PageServer(ThreadedWSGIServer):
-    """A server with a thread for each connection, each of which ends at a time in `ends`, by time.monotonic."""
+    """A server with a thread for each connection."""
 
     def __init__(self, listening: socket.socket, app: Any) -> None:
-        self.ends: dict[Any, float] = {}
         host, port = listening.getsockname()[:2]
         super().__init__(host, port, app, Handler, passthrough_errors=True, fd=listening.fileno())
         listening.close()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        self.ends[request] = time.monotonic() + HEAD_SECONDS
-        super().process_request(request, client_address)
-
-    def service_actions(self) -> None:
-        """End connections whose time is over, and the oldest of too many. Their threads notice that."""
-        now, ends = time.monotonic(), list(self.ends.items())
-        for place, (request, end) in enumerate(ends):
-            if end < now or place < len(ends) - MOST_CONNECTIONS:
-                self.ends.pop(request, None)
-                with contextlib.suppress(OSError):
-                    request.shutdown(socket.SHUT_RDWR)
-
-    def shutdown_request(self, request: Any) -> None:
-        self.ends.pop(request, None)
-        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         error = sys.exc_info()[1]

@@ -93,7 +93,7 @@ def test_hidden_colours_become_white_in_tensors(tmp_path):
 def test_prepared_pictures_keep_the_channels(tmp_path, channels):
     (tmp_path / "in").mkdir()
     Image.fromarray(np.tile(RGBA, (40, 20, 1))).save(tmp_path / "in/a.png")
-    for mode in ("cover", "contain"):
+    for mode in ("cover", "stretch"):
         config = VaePrepareConfig(target_size=48, resize_mode=mode, image_channels=channels)
         prepare_images(tmp_path / "in", tmp_path / mode, config)
         with Image.open(tmp_path / mode / "a.png") as made:
