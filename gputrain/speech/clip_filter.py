@@ -18,7 +18,7 @@ from gputrain.speech.config import SpeechPrepareConfig, encoder_frames
 from gputrain.speech.store import Recording, SpeechClip, SpeechFormat, frame_count
 from gputrain.speech.text.frontend import RESERVED, Frontend, frontend, shortened
 from gputrain.speech.text.language import CHARACTERS
-from gputrain.speech.text.raw import RawRules, checked_language
+from gputrain.speech.text.raw import raw_rules
 from gputrain.speech.text.unicode_cleanup import APOSTROPHES, IPA_SIGNS, is_removed, script_of
 from gputrain.speech.text.vocabulary import SPECIAL, Vocabulary, plain_words, rules_of, vocabulary_of
 from gputrain.speech.utterances import Utterance
@@ -66,26 +66,17 @@ class _Unfit(Exception):
 def reader_of(config: SpeechPrepareConfig, utterances: Sequence[Utterance]) -> Reader:
     """Returns the text front end of a voice, or the vocabulary of a recogniser.
 
-    Raises UserError if no language is given, or no text has a letter.
+    Raises UserError if no language is given, or no text has a letter, and as `raw_rules` does.
     """
     options, language = config.speech, config.speech.language_for(config.kind)
-    texts, raw = [utterance.text for utterance in utterances], raw_rules(config)
+    has_rules = bool(rules_of(language)) if config.kind == "asr" else language != CHARACTERS.name
+    raw = raw_rules(language, has_rules, options.lexicon, options.number_words)
+    texts = [utterance.text for utterance in utterances]
     if config.kind == "tts":
         return frontend(language, espeak_voice=options.espeak_voice, texts=texts, raw=raw)
     if not texts:  # The reason for leaving out each transcript is reported instead.
         return Vocabulary(language, SPECIAL, raw=raw)
     return vocabulary_of(language, (plain_words(text, language, raw) for text in texts), raw)
-
-
-def raw_rules(config: SpeechPrepareConfig) -> RawRules:
-    """Returns the user's lexicon, and the language of numbers in words. Raises UserError if the lexicon is invalid, the
-    language has rules of its own, or num2words lacks the one that was asked for."""
-    options, language = config.speech, config.speech.language_for(config.kind)
-    has_rules = bool(rules_of(language)) if config.kind == "asr" else language != CHARACTERS.name
-    if options.number_words and has_rules:
-        raise UserError(f"the rules of {language} write numbers in words", hint="drop --number-words")
-    spoken = checked_language(options.number_words) if options.number_words else ""
-    return RawRules(number_words=spoken).with_words(options.lexicon)
 
 
 def select_clips(
@@ -281,8 +272,8 @@ def vocabulary_findings(clips: Sequence[SpeechClip], counts: Mapping[str, int]) 
     """Yields what is odd about the symbols of the texts, with examples; `counts` are those of `symbol_counts`."""
     rare = [symbol for symbol, count in counts.items() if 0 < count < RARE and symbol not in SPECIAL]
     if rare:
-        examples = _examples(clips, rare)
-        named = [f"{symbol} ({counts[symbol]}: {examples[symbol]!r})" for symbol in rare[-MOST_NAMED:]]
+        words = {symbol: next(_words_with(symbol, clips), "") for symbol in rare[-MOST_NAMED:]}
+        named = [f"{symbol} ({counts[symbol]}: {shortened(word, 30)!r})" for symbol, word in words.items()]
         more = f" and {len(rare) - MOST_NAMED} more" if len(rare) > MOST_NAMED else ""
         yield f"symbols that occur less than {RARE} times, too rarely to be learnt: {', '.join(named)}{more}"
     yield from script_findings(counts)
@@ -314,14 +305,5 @@ def lookalike_findings(counts: Mapping[str, int]) -> Iterator[str]:
         yield f"letters that look alike, perhaps one in two spellings: {'; '.join(named[:MOST_NAMED])}"
 
 
-def _examples(clips: Iterable[SpeechClip], symbols: Iterable[str]) -> dict[str, str]:
-    """Returns a word with each symbol."""
-    wanted, found = set(symbols), dict.fromkeys(symbols, "")
-    for clip in clips:
-        if wanted.isdisjoint(clip.normalized):
-            continue
-        for word in clip.normalized.split():
-            for symbol in wanted & set(word):
-                found[symbol] = shortened(word, 30)
-                wanted.discard(symbol)
-    return found
+def _words_with(symbol: str, clips: Iterable[SpeechClip]) -> Iterator[str]:
+    return (word for clip in clips if symbol in clip.normalized for word in clip.normalized.split() if symbol in word)

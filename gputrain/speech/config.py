@@ -19,7 +19,6 @@ STRIDE = 320  # samples from one frame to the next: the product of the strides 5
 FIELD = 400  # samples that a frame reads
 TRIM_DB = 40.0  # This threshold suits recordings made in a quiet room.
 SpeechKind = Literal["tts", "asr"]
-CUE_GAP = 1.0  # Seconds between subtitles of a sentence up to which they become one clip.
 CLIPS_HELP = "Maximum number of clips in a batch. Long clips count for more."
 LanguageName = Literal["uz", "en", "ru", "characters"]
 LEXICON_HELP = "File of spellings by word. YAML or JSON, such as Facebook: feysbuk; whole words match."

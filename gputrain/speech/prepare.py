@@ -37,7 +37,7 @@ from gputrain.speech.clip_filter import (
     select_clips,
     text_notes,
 )
-from gputrain.speech.config import CUE_GAP, POLICIES, SpeechKind, SpeechOptions, SpeechPrepareConfig
+from gputrain.speech.config import POLICIES, SpeechKind, SpeechOptions, SpeechPrepareConfig
 from gputrain.speech.store import SOUNDS, Recording, SoundFormat, SpeechWriter, read_wave, stored_kind
 from gputrain.speech.transcripts import Transcripts, has_transcripts, read_transcripts
 from gputrain.speech.utterances import TranscriptRules, Utterance
@@ -162,7 +162,7 @@ def gather_material(input_dir: Path, config: SpeechPrepareConfig, exclude: Seque
     has_table = options.transcripts is not None or has_transcripts(input_dir)  # It may name recordings elsewhere.
     tree = audio_prepare.scan_recordings(input_dir, exclude, may_be_empty=has_table)
     policy, language = POLICIES[config.kind], options.language_for(config.kind)
-    rules = TranscriptRules(policy.needs_speakers, CUE_GAP, options.max_seconds, language, policy.reads_subtitles)
+    rules = TranscriptRules(policy.needs_speakers, options.max_seconds, language, policy.reads_subtitles)
     file = options.transcripts
     if file and not file.exists() and (input_dir / file).is_file():  # A file in an archive has no other name.
         file = input_dir / file

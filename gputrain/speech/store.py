@@ -37,7 +37,7 @@ from gputrain.data_in.split import MANIFEST
 from gputrain.errors import UserError
 from gputrain.files import read_rows, write_rows, writing
 from gputrain.serialization import from_row, is_fingerprint, unreadable
-from gputrain.speech.config import SpeechKind, encoder_frames
+from gputrain.speech.config import SpeechKind
 from gputrain.speech.text.frontend import RESERVED, Frontend
 from gputrain.speech.text.unicode_cleanup import PUNCTUATION
 from gputrain.speech.text.vocabulary import SPECIAL, Vocabulary
@@ -154,10 +154,6 @@ class SpeechFormat:
         frontend = READERS[kind].from_json(content["frontend"])
         rate_hz, hop_size = int(content["sampling_rate"]), int(content["hop_size"])
         return cls(frontend, rate_hz, hop_size, tuple(content["speakers"]), kind)
-
-    def frames(self, samples: int) -> int:
-        """Returns the number of frames of a clip."""
-        return encoder_frames(samples) if self.kind == "asr" else frame_count(samples, self.hop_size)
 
 
 def frame_count(samples: int, hop_size: int) -> int:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 SUBTITLES = (".srt", ".vtt")  # The first is read if both are there.
 OVERLAP_SECONDS = 0.1  # accepted overlap of neighbours
+JOINED_SECONDS = 1.0  # longest gap between parts of a sentence
 SENTENCE_END = re.compile(r"[.!?…。！？؟।]+[\"'»”’)\]]*$")
 _TIME = r"(?:(\d{1,3}):)?(\d{1,2}):(\d{2})[.,](\d{1,3})"
 _TIMES = re.compile(rf"\s*{_TIME}\s*-->\s*{_TIME}(?:\s.*)?")
@@ -131,16 +132,15 @@ def split_overlapping(cues: Sequence[Subtitle]) -> tuple[list[Subtitle], list[Su
     return [cue for place, cue in enumerate(ordered) if place not in clash], list(clash.values())
 
 
-def join_sentences(cues: Sequence[Subtitle], gap_seconds: float, max_seconds: float) -> list[Subtitle]:
+def join_sentences(cues: Sequence[Subtitle], max_seconds: float) -> list[Subtitle]:
     """Joins neighbours of one speaker until a sentence ends, a longer gap follows, or they would be too long."""
     joined: list[Subtitle] = []
     for cue in cues:
         last = joined[-1] if joined else None
         if (
             last is not None
-            and gap_seconds
             and last.speaker == cue.speaker
-            and cue.begin - last.end <= gap_seconds
+            and cue.begin - last.end <= JOINED_SECONDS
             and cue.end - last.begin <= max_seconds
             and not SENTENCE_END.search(last.text)
         ):
@@ -195,15 +195,10 @@ LEAST_SECONDS = 1.0  # shortest time, if the next cue leaves it
 PAUSE_SECONDS = 0.8  # A pause of this length ends a cue.
 
 
-@dataclass(frozen=True)
-class SubtitleCue:
+class SubtitleCue(NamedTuple):
     start: float  # seconds
     end: float
-    lines: tuple[str, ...]
-
-    @property
-    def text(self) -> str:
-        return "\n".join(self.lines)
+    lines: list[str]
 
 
 def cues_of(words: Sequence[TimedWord]) -> list[SubtitleCue]:
@@ -221,7 +216,7 @@ def cues_of(words: Sequence[TimedWord]) -> list[SubtitleCue]:
         begin, end = group[0].start, max(group[-1].end, group[0].start + LEAST_SECONDS)
         if at + 1 < len(groups):
             end = max(group[-1].end, min(end, groups[at + 1][0].start))
-        cues.append(SubtitleCue(begin, end, tuple(lines_of(group))))
+        cues.append(SubtitleCue(begin, end, lines_of(group)))
     return cues
 
 
@@ -233,16 +228,16 @@ def lines_of(words: Sequence[TimedWord]) -> list[str]:
 
 def srt(words: Sequence[TimedWord]) -> str:
     """Returns subtitles as a SubRip file."""
-    return "".join(
-        f"{number}\n{_clock(cue.start, ',')} --> {_clock(cue.end, ',')}\n{cue.text}\n\n"
-        for number, cue in enumerate(cues_of(words), start=1)
-    )
+    return "".join(f"{number}\n{_written(cue, ',')}\n" for number, cue in enumerate(cues_of(words), start=1))
 
 
 def vtt(words: Sequence[TimedWord]) -> str:
     """Returns subtitles as a WebVTT file."""
-    cues = "".join(f"\n{_clock(cue.start, '.')} --> {_clock(cue.end, '.')}\n{cue.text}\n" for cue in cues_of(words))
-    return f"WEBVTT\n{cues}"
+    return "WEBVTT\n" + "".join(f"\n{_written(cue, '.')}" for cue in cues_of(words))
+
+
+def _written(cue: SubtitleCue, point: str) -> str:
+    return "\n".join((f"{_clock(cue.start, point)} --> {_clock(cue.end, point)}", *cue.lines, ""))
 
 
 def _clock(seconds: float, point: str) -> str:

@@ -26,28 +26,16 @@ from gputrain.data_in.preparation import RefusedItem
 from gputrain.errors import UserError
 from gputrain.formatting import counted
 from gputrain.speech import subtitles
+from gputrain.speech import transcript_tables as tables
 from gputrain.speech.sound_finder import PLACES, SoundFinder
 from gputrain.speech.text.lines import read_text
 from gputrain.speech.transcript_tables import (
-    COLUMNS_HINT,
     HEADINGS,
-    LJSPEECH,
     MEANINGS,
-    QUOTED,
-    SEPARATORS,
     TranscriptColumn,
     TranscriptColumns,
-    check_units,
-    columns_of,
-    first_cells,
-    holds_json,
-    is_header,
     json_object,
-    json_rows,
-    records,
     role_of,
-    roles_of,
-    span_of,
 )
 from gputrain.speech.utterances import (
     LineChoice,
@@ -72,30 +60,20 @@ TRANSCRIPTS_HINT = "name the transcript with --transcripts FILE"
 INVALID = "holds invalid characters (NUL, U+FFFD or surrogates)"
 
 
-@dataclass(frozen=True)
-class Transcripts:
-    """The transcripts of a folder. `source` describes the file and the detected format."""
-
-    source: str
-    utterances: list[Utterance]
-    refused: list[RefusedItem]
-    notes: list[str]  # Each is a sentence about something unexpected.
-    columns: dict[str, str] = field(default_factory=dict)  # role of each column or key; "" if ignored
-    files: frozenset[str] = frozenset()  # files that were read
-    unnamed: Sequence[str] = ()  # recordings that a file that the user has chosen leaves out
-
-
 @dataclass
-class _Reading:
-    """Gathers what is read of a folder."""
+class Transcripts:
+    """The transcripts of a folder, gathered file by file. `source` describes the file and the detected format."""
 
     folder: Path
     sounds: SoundFinder
+    source: str = ""
     utterances: list[Utterance] = field(default_factory=list)
     refused: list[RefusedItem] = field(default_factory=list)
-    named: set[str] = field(default_factory=set)  # recordings that a line refers to, accepted or not
+    notes: list[str] = field(default_factory=list)  # Each is a sentence about something unexpected.
     columns: dict[str, str] = field(default_factory=dict)  # role of each column or key; "" if ignored
     files: set[str] = field(default_factory=set)  # files that were read
+    named: set[str] = field(default_factory=set)  # recordings that a line refers to, accepted or not
+    unnamed: Sequence[str] = ()  # recordings that a file that the user has chosen leaves out
     tags: dict[int, LineTags] = field(default_factory=dict)  # tags of utterances, by their place
     to_ignore: Callable[[str], str] = "take the key of the {} out of the lines".format
 
@@ -127,7 +105,7 @@ class _Reading:
         text = values.get("normalized") or values.get("text", "")
         found = self.find(name)
         try:
-            span = span_of(values.get("start"), values.get("end"), values.get("duration"))
+            span = tables.span_of(values.get("start"), values.get("end"), values.get("duration"))
         except ValueError as error:
             self.refuse(where, "malformed", f"{name}: {error}")
             return
@@ -147,14 +125,14 @@ class _Reading:
             self.tags[len(self.utterances)] = {role: values[role] for role in MEANINGS if role in values}
             self.utterances.append(Utterance(found[0], " ".join(text.split()), person, where, span))
 
-    def choose_lines(self, source: str, language: str) -> list[str]:
-        """Leaves out the utterances that columns exclude. Returns sentences about it."""
+    def choose_lines(self, source: str, language: str) -> None:
+        """Leaves out the utterances that columns exclude, and adds sentences about it to the notes."""
         choice = LineChoice(source, self.tags, len(self.utterances), language, self.to_ignore)
         self.columns = {name: "" if role in choice.unused else role for name, role in self.columns.items()}
         for place, (reason, detail) in choice.left_out.items():
             self.refuse(self.utterances[place].where, reason, detail)
         self.utterances = [kept for place, kept in enumerate(self.utterances) if place not in choice.left_out]
-        return choice.notes
+        self.notes += choice.notes
 
 
 def invalid(text: str) -> bool:
@@ -194,28 +172,23 @@ def read_transcripts(
     file = file or _find_table(folder, beside)
     place = file.relative_to(folder).parent.as_posix() if file and file.is_relative_to(folder) else "."
     bases = PLACES if place == "." else (*(f"{place}/{name}" for name in PLACES), *PLACES)
-    reading = _Reading(folder, SoundFinder(paths, bases, folder))
+    reading = Transcripts(folder, SoundFinder(paths, bases, folder))
     if file is None:
         has_subtitles = any(_is_subtitle(files[0]) for files in beside.values())
-        source = "subtitles next to the recordings" if has_subtitles else "a text file for each recording"
+        reading.source = "subtitles next to the recordings" if has_subtitles else "a text file for each recording"
         _read_beside(reading, beside, rules)
     else:
-        source = f"{file.name}, {_read_file(reading, file, columns)}"
-    log.info("transcripts: %s", source)
-    notes = reading.choose_lines(file.name if file else source, rules.language)
-    utterances = with_one_text(reading.utterances, reading.refused, rules.needs_speakers)
+        reading.source = f"{file.name}, {_read_file(reading, file, columns)}"
+    log.info("transcripts: %s", reading.source)
+    reading.choose_lines(file.name if file else reading.source, rules.language)
+    reading.utterances = with_one_text(reading.utterances, reading.refused, rules.needs_speakers)
     unnamed = sorted(set(paths) - reading.named)
-    for path in [] if is_chosen else unnamed:
-        reading.refuse(path, "no transcript", f"it has no text ({source})")
-    return Transcripts(
-        source,
-        utterances,
-        reading.refused,
-        notes,
-        reading.columns,
-        frozenset(reading.files),
-        unnamed if is_chosen else [],
-    )
+    if is_chosen:
+        reading.unnamed = unnamed
+    else:
+        for path in unnamed:
+            reading.refuse(path, "no transcript", f"it has no text ({reading.source})")
+    return reading
 
 
 # ----------------------------------------------------------------------------------------- one file for all recordings
@@ -255,20 +228,20 @@ def has_transcripts(folder: Path) -> bool:
     return any(path.suffix.lower() in TRANSCRIPTS for path in folder.iterdir() if not path.name.startswith("."))
 
 
-def _read_file(reading: _Reading, file: Path, columns: TranscriptColumns) -> str:
+def _read_file(reading: Transcripts, file: Path, columns: TranscriptColumns) -> str:
     """Reads a table or JSON; returns a description of the detected format."""
     text = reading.read(file)
     if not text.strip():
         raise UserError(f"{file}: empty", hint="expected a line for each recording, such as NAME|TEXT")
-    if file.suffix.lower() in JSON_LINES or holds_json(text):
+    if file.suffix.lower() in JSON_LINES or tables.holds_json(text):
         return _read_json(reading, file, text)
     return _read_table(reading, file, text.split("\n"), columns)
 
 
-def _read_json(reading: _Reading, file: Path, text: str) -> str:
-    rows = json_rows(text)
-    roles = roles_of({key for _, row in rows if isinstance(row, dict) for key in row})
-    check_units(file.name, roles)
+def _read_json(reading: Transcripts, file: Path, text: str) -> str:
+    rows = tables.json_rows(text)
+    roles = tables.roles_of({key for _, row in rows if isinstance(row, dict) for key in row})
+    tables.check_units(file.name, roles)
     if roles and not {"text", "normalized"} & set(roles.values()):
         named = ", ".join(sorted(roles))
         raise UserError(
@@ -284,37 +257,37 @@ def _read_json(reading: _Reading, file: Path, text: str) -> str:
     return "JSON lines" if rows[0][0].startswith("line") else "JSON"
 
 
-def _read_table(reading: _Reading, file: Path, lines: Sequence[str], columns: TranscriptColumns) -> str:
+def _read_table(reading: Transcripts, file: Path, lines: Sequence[str], columns: TranscriptColumns) -> str:
     filled = [line for line in lines if line.strip()]
     audio_at = columns.index("audio") if columns else 0
     separator = _separator(file, filled[:LOOKED_AT], reading.sounds, audio_at)
-    alone = [first_cells(line, separator) for line in filled]
-    has_header = is_header(alone[0]) and not reading.sounds.find(alone[0][audio_at])
+    alone = [tables.first_cells(line, separator) for line in filled]
+    has_header = tables.is_header(alone[0]) and not reading.sounds.find(alone[0][audio_at])
     if has_header:
-        check_units(f"{file.name}, line 1", alone[0])
+        tables.check_units(f"{file.name}, line 1", alone[0])
         doubled = [name for name in alone[0] if alone[0].count(name) > 1 and role_of(name) != "other"]
         if doubled and not columns:
             first = [role_of(name) if alone[0].index(name) == at else "other" for at, name in enumerate(alone[0])]
             raise UserError(
                 f"{file}: several columns are called {doubled[0]}",
-                hint=f"{COLUMNS_HINT}, such as --transcript-columns {','.join(first)}",
+                hint=f"{tables.COLUMNS_HINT}, such as --transcript-columns {','.join(first)}",
             )
         columns = columns or tuple(map(role_of, alone[0]))
     elif not columns and separator == "," and len({len(cells) for cells in alone}) > 1:
         columns = ("audio", "text")  # The other commas are those of texts.
-    columns = columns or columns_of(file, alone)
+    columns = columns or tables.columns_of(file, alone)
     reading.to_ignore = lambda kind: f"--transcript-columns {','.join('other' if c == kind else c for c in columns)}"
     headings = alone[0] if has_header and len(alone[0]) == len(columns) else columns
     names = [name if headings.count(name) == 1 else f"column {number}" for number, name in enumerate(headings, 1)]
     reading.columns |= dict.fromkeys(names, "")
     roles = dict(zip(names, columns, strict=True))
-    roles = {name: roles[name] for name in roles_of(names)}  # The preferred ones come first.
-    least = 2 if columns == LJSPEECH else len(columns)
+    roles = {name: roles[name] for name in tables.roles_of(names)}  # The preferred ones come first.
+    least = 2 if columns == tables.LJSPEECH else len(columns)
 
     def is_row(cells: Sequence[str]) -> bool:
         return len(cells) >= len(columns) and bool(reading.sounds.find(cells[columns.index("audio")]))
 
-    for number, cells in list(records(lines, separator, len(columns), is_row))[has_header:]:
+    for number, cells in list(tables.records(lines, separator, len(columns), is_row))[has_header:]:
         where = f"{file.name}, line {number}"
         if isinstance(cells, str):
             reading.refuse(where, "malformed", cells)
@@ -334,15 +307,15 @@ def _read_table(reading: _Reading, file: Path, lines: Sequence[str], columns: Tr
 
 def _separator(file: Path, lines: Sequence[str], sounds: SoundFinder, audio_at: int) -> str:
     """Returns the separator of a table: that of its header, or that between the names of recordings and their texts."""
-    usual = ("\t", "|", ";", ",") if file.suffix.lower() == ".tsv" else SEPARATORS
+    usual = ("\t", "|", ";", ",") if file.suffix.lower() == ".tsv" else tables.SEPARATORS
     for separator in usual:
-        if is_header(first_cells(lines[0], separator)):
+        if tables.is_header(tables.first_cells(lines[0], separator)):
             return separator
-    rows = {sign: [first_cells(line, sign) for line in lines] for sign in usual}
+    rows = {sign: [tables.first_cells(line, sign) for line in lines] for sign in usual}
     split = {sign: [cells for cells in rows[sign] if len(cells) > max(audio_at, 1)] for sign in usual}
     named = {sign: sum(bool(sounds.find(cells[audio_at])) for cells in split[sign]) for sign in usual}
     # Where no name is known, one that texts seldom have; of equal ones, the first.
-    return max(usual, key=lambda sign: (named[sign], bool(split[sign]) and sign not in QUOTED, len(split[sign])))
+    return max(usual, key=lambda sign: (named[sign], bool(split[sign]) and sign not in tables.QUOTED, len(split[sign])))
 
 
 # --------------------------------------------------------------------------------------------- files of each recording
@@ -371,7 +344,7 @@ def _files_beside(folder: Path, paths: Iterable[str], rules: TranscriptRules) ->
     return found
 
 
-def _read_beside(reading: _Reading, beside: Mapping[str, Sequence[str]], rules: TranscriptRules) -> None:
+def _read_beside(reading: Transcripts, beside: Mapping[str, Sequence[str]], rules: TranscriptRules) -> None:
     """Reads the files of recordings, and refuses the texts beside them that belong to none."""
     for sound, (file, *others) in beside.items():
         reading.named.add(sound)
@@ -400,7 +373,7 @@ def _other_language(file: str, sound: str, language: str) -> str:
     return tag if is_other else ""
 
 
-def _add_text(reading: _Reading, sound: str, file: str, content: str, rules: TranscriptRules) -> None:
+def _add_text(reading: Transcripts, sound: str, file: str, content: str, rules: TranscriptRules) -> None:
     """Adds the text of a recording, or cuts the recording by the times in it."""
     form = subtitles.CUES if _is_subtitle(file) else subtitles.form_of(content)
     if form == subtitles.LABELS or (form == subtitles.CUES and rules.reads_subtitles):
@@ -411,17 +384,18 @@ def _add_text(reading: _Reading, sound: str, file: str, content: str, rules: Tra
             reading.refuse(file, "malformed", "not a JSON object")
         else:
             reading.columns |= {key: reading.columns.get(key, "") for key in row}
-            reading.add(file, row, roles_of(row), sound)
+            reading.add(file, row, tables.roles_of(row), sound)
     elif form:
         reading.refuse(file, "malformed", f"holds {form}, not the plain text of its recording")
     else:
         reading.add(file, {"text": content}, {"text": "text"}, sound)
 
 
-def _add_cues(reading: _Reading, path: str, file: str, content: str, rules: TranscriptRules, *, is_track: bool) -> None:
+def _add_cues(
+    reading: Transcripts, path: str, file: str, content: str, rules: TranscriptRules, *, is_track: bool
+) -> None:
     """Adds the subtitles, of which neighbours within a sentence become one utterance, or the labels of an editor."""
     cues, faults = subtitles.parse_labels(content) if is_track else subtitles.parse_subtitles(content)
-    gap = 0.0 if is_track else rules.cue_gap  # Somebody has set the ends of labels.
     if not cues and not faults:
         reading.refuse(path, "no transcript", f"{file} has no subtitle")
     for fault in faults:
@@ -429,7 +403,8 @@ def _add_cues(reading: _Reading, path: str, file: str, content: str, rules: Tran
     cues, faults = subtitles.split_overlapping(cues)
     for fault in faults:
         reading.refuse(f"{file}, line {fault.line}", "overlapping subtitles", fault.detail)
-    for cue in subtitles.join_sentences(cues, gap, rules.max_seconds):
+    # Somebody has set the ends of labels.
+    for cue in cues if is_track else subtitles.join_sentences(cues, rules.max_seconds):
         where = f"{file}, line {cue.line}"
         if invalid(cue.text + cue.speaker):
             reading.refuse(where, "malformed", INVALID)

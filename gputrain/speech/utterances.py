@@ -36,7 +36,6 @@ class TranscriptRules:
     """Rules of a kind of model for transcripts."""
 
     needs_speakers: bool = True  # True if a line without a speaker is left out where others have one
-    cue_gap: float = 0.0  # seconds between subtitles that are joined
     max_seconds: float = math.inf  # maximum length of joined subtitles
     language: str = ""  # language of the texts
     reads_subtitles: bool = False

@@ -120,12 +120,11 @@ def test_sentences_are_joined():
         (8, 12, "too long", "Ann"), (12, 15.5, "end?»", "Ann"),
     ]  # fmt: skip
     cues = [Subtitle(*row[:3], number, *row[3:]) for number, row in enumerate(rows, start=1)]
-    joined = join_sentences(cues, 1.0, 8.0)
+    joined = join_sentences(cues, 8.0)
     assert [(cue.begin, cue.end, cue.text, cue.line) for cue in joined] == [
         (0, 4, "This is one.", 1), (4, 5, "Two", 3), (6.5, 7, "after a gap", 4), (7, 12, "another too long", 5),
         (12, 15.5, "end?»", 7),
     ]  # fmt: skip
-    assert join_sentences(cues, 0.0, 8.0) == cues
 
 
 def test_files_of_a_recording():
@@ -194,7 +193,7 @@ def test_a_text_beside_a_recording_is_cut_by_the_times_in_it_or_refused_by_its_f
     assert form_of(content) == form
     (tmp_path / "a.txt").write_text(content)
     for reads in (True, False):
-        found = read_transcripts(tmp_path, ["a.wav"], rules=TranscriptRules(reads_subtitles=reads, cue_gap=5))
+        found = read_transcripts(tmp_path, ["a.wav"], rules=TranscriptRules(reads_subtitles=reads))
         is_cut = form == "a label track" or (form == "subtitles" and reads)
         assert bool(found.utterances) == (is_cut or (not form and bool(content)))
         assert all(bool(one.span) == is_cut for one in found.utterances)

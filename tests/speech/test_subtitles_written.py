@@ -32,7 +32,7 @@ def test_cues_keep_to_lines_and_seconds_and_hold_every_word() -> None:
 
 def test_a_pause_ends_a_cue_and_a_short_one_does_not() -> None:
     spoken = [*words("one two"), *words("three", start=1.4), *words("four", start=2.6)]
-    assert [cue.lines for cue in cues_of(spoken)] == [("one two three",), ("four",)]
+    assert [cue.lines for cue in cues_of(spoken)] == [["one two three"], ["four"]]
 
 
 def test_a_short_cue_is_shown_until_the_next_at_most() -> None:
@@ -41,4 +41,4 @@ def test_a_short_cue_is_shown_until_the_next_at_most() -> None:
 
 
 def test_a_word_longer_than_a_line_is_kept() -> None:
-    assert cues_of([TimedWord("x" * 60, 0, 1)])[0].lines == ("x" * 60,)
+    assert cues_of([TimedWord("x" * 60, 0, 1)])[0].lines == ["x" * 60]

@@ -70,19 +70,18 @@ def normalize_lines(settings: Normalize) -> Iterator[str]:
     """Yields the normalised text of each line."""
     # The rules take longer to load than `gputrain --help` may.
     from gputrain.speech.text.frontend import frontend
-    from gputrain.speech.text.raw import RawRules, checked_language
+    from gputrain.speech.text.raw import raw_rules
 
-    if settings.number_words and settings.language != "characters":
-        raise UserError(f"the rules of {settings.language} write numbers in words", hint="drop --number-words")
-    raw = RawRules(number_words=checked_language(settings.number_words) if settings.number_words else "")
-    lines = list(_lines(settings)) if settings.language == "characters" else _lines(settings)
+    has_rules = settings.language != "characters"
+    raw = raw_rules(settings.language, has_rules, settings.lexicon, settings.number_words)
+    lines = _lines(settings) if has_rules else list(_lines(settings))
     made = frontend(
         settings.language,
         espeak_voice=settings.espeak_voice,
-        texts=lines if settings.language == "characters" else (),
-        raw=raw.with_words(settings.lexicon),
+        texts=() if has_rules else lines,
+        raw=raw,
     )
-    keeps_digits = settings.language == "characters" and not settings.espeak_voice
+    keeps_digits = not has_rules and not settings.espeak_voice
     for line in lines:
         normalized = made.normalize(line)
         if keeps_digits and any(char.isdecimal() for char in normalized):

@@ -146,16 +146,19 @@ def converter_of(language: str) -> str:
     return next((name for name in names if name in CONVERTER_CLASSES), "")
 
 
-def checked_language(language: str) -> str:
-    """Returns the code of a language whose numbers can be written. Raises UserError if num2words does not know it."""
-    if not converter_of(language):
+def raw_rules(language: str, has_rules: bool, lexicon: Path | None, number_words: str) -> RawRules:
+    """Returns rules with the words of a lexicon file and the language of numbers in words. Raises UserError if the
+    lexicon is invalid, `language` has rules that write its numbers, or num2words lacks the one that was asked for."""
+    if number_words and has_rules:
+        raise UserError(f"the rules of {language} write numbers in words", hint="drop --number-words")
+    if number_words and not converter_of(number_words):
         from num2words import CONVERTER_CLASSES
 
         raise UserError(
-            f"num2words has no numbers of the language {language!r}",
+            f"num2words has no numbers of the language {number_words!r}",
             hint=f"it has {', '.join(sorted(CONVERTER_CLASSES))}",
         )
-    return language
+    return RawRules(number_words=number_words).with_words(lexicon)
 
 
 def with_number_words(text: str, language: str) -> str:

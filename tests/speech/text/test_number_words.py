@@ -9,7 +9,7 @@ from gputrain.errors import UserError
 from gputrain.speech.config import Normalize
 from gputrain.speech.text.frontend import frontend
 from gputrain.speech.text.lines import normalize_lines
-from gputrain.speech.text.raw import RawRules, checked_language, converter_of, with_number_words
+from gputrain.speech.text.raw import RawRules, converter_of, raw_rules, with_number_words
 from gputrain.speech.text.vocabulary import plain_words
 from tests.tables import each_row
 
@@ -66,7 +66,7 @@ def test_normalize_writes_them():
 def test_unknown_languages_and_the_missing_package_are_named(monkeypatch):
     assert converter_of("tlh") == ""
     with pytest.raises(UserError, match="no numbers of the language 'tlh'"):
-        checked_language("tlh")
+        raw_rules("characters", False, None, "tlh")
     monkeypatch.setitem(sys.modules, "num2words", None)
     with pytest.raises(UserError, match="numbers in words for 'de': the package num2words is not installed") as failure:
         with_number_words("5", "de")

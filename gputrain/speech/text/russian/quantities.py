@@ -4,16 +4,8 @@ import re
 from collections.abc import Sequence
 
 from gputrain.speech.text.language import NUMBER, any_of, parse_number, rewriter, with_prefixes
+from gputrain.speech.text.russian import grammar
 from gputrain.speech.text.russian.dates import START, STOP
-from gputrain.speech.text.russian.grammar import (
-    agreed_case,
-    case_of_number,
-    counted,
-    following_noun,
-    forms_of,
-    governed,
-    inflected,
-)
 from gputrain.speech.text.russian.numbers import WORDS, form, fraction, number, ordinal, whole
 
 _MONEY, _MAGNITUDES = WORDS["money"], WORDS["magnitudes"]
@@ -42,26 +34,26 @@ def _quantity(found: re.Match[str], name: str | Sequence[str], allowed: Sequence
     """Returns an amount with its unit: the last number decides the form of the unit, a fraction has the genitive."""
     case = allowed[0] if allowed else "nomn"
     last = parse_number((found["last"] or found["first"]).lstrip("+-"), ",")
-    forms = forms_of(name)
-    scale = forms_of(_MAGNITUDES[found["scale"]]) if found["scale"] else None
+    forms = grammar.forms_of(name)
+    scale = grammar.forms_of(_MAGNITUDES[found["scale"]]) if found["scale"] else None
     gender = "femn" if (scale or forms)[0] in _FEMININE else "masc"
     words = _numbers(found, gender, case)
-    unit = _part_of(scale or forms) if last.fraction else counted(last.whole, scale or forms, case)
+    unit = _part_of(scale or forms) if last.fraction else grammar.counted(last.whole, scale or forms, case)
     per = found.groupdict().get("per")
     return f"{words} {unit}{' ' + forms[2] if scale else ''}{' ' + WORDS['per'][per] if per else ''}"
 
 
 def _part_of(forms: Sequence[str]) -> str:
     """Returns a unit after a fraction, of which it is the genitive singular: половина литра, столовой ложки."""
-    return inflected(forms[0], "gent", "sing") if " " in forms[0] else forms[1]
+    return grammar.inflected(forms[0], "gent", "sing") if " " in forms[0] else forms[1]
 
 
 def _money(found: re.Match[str]) -> str:
-    return _quantity(found, _MONEY[found["sign"]], governed(found.string, found.start()))
+    return _quantity(found, _MONEY[found["sign"]], grammar.governed(found.string, found.start()))
 
 
 def _measure(found: re.Match[str]) -> str:
-    allowed = governed(found.string, found.start())
+    allowed = grammar.governed(found.string, found.start())
     if allowed == ["accs", "loct"] and found["unit"] in ("км", "м") and _AWAY.match(found.string, found.end()):
         allowed = ["loct"]  # в 5 км от города
     return _quantity(found, _UNITS[found["unit"]], allowed)
@@ -69,7 +61,7 @@ def _measure(found: re.Match[str]) -> str:
 
 def _magnitude(found: re.Match[str]) -> str:
     """Returns 5 млн жителей, до 50 тыс. человек in words."""
-    return _quantity(found, _MAGNITUDES[found["unit"]], governed(found.string, found.start()))
+    return _quantity(found, _MAGNITUDES[found["unit"]], grammar.governed(found.string, found.start()))
 
 
 def _telephone(found: re.Match[str]) -> str:
@@ -90,7 +82,7 @@ def _ratio(found: re.Match[str]) -> str:
 def _fraction(found: re.Match[str]) -> str:
     mixed, said = found["mixed"], fraction(int(found["above"]), int(found["below"]))
     if found["unit"]:
-        said += " " + _part_of(forms_of(_UNITS[found["unit"]]))
+        said += " " + _part_of(grammar.forms_of(_UNITS[found["unit"]]))
     return f"{whole(mixed, 'femn')} {form(mixed, ('целая', 'целых', 'целых'))} {said}" if mixed else said
 
 
@@ -108,29 +100,29 @@ def _sections(found: re.Match[str]) -> str:
 def _number(found: re.Match[str]) -> str:
     """Returns a number in the case of its preposition and the gender of its noun."""
     if found["last"]:
-        case = (governed(found.string, found.start()) or ["nomn"])[0]
+        case = (grammar.governed(found.string, found.start()) or ["nomn"])[0]
         case = "nomn" if case == "accs" else case
     else:
         bare = parse_number(found["first"].lstrip("+-"), ",")
-        case = case_of_number(found.string, found.start(), found.end(), "" if bare.fraction else bare.whole)
+        case = grammar.case_of_number(found.string, found.start(), found.end(), "" if bare.fraction else bare.whole)
         if not bare.fraction and (said := _numbered(found, bare.whole)):
             return said
         if case == "accs" and not bare.fraction and not bare.whole.endswith(("1", "000")):
             case = "nomn"
     gender = "masc"
     if (found["last"] or found["first"])[-1] in "12":
-        after = following_noun(found.string, found.end())
+        after = grammar.following_noun(found.string, found.end())
         gender = after.gender if after and after.gender != "plur" else "masc"
     return _numbers(found, gender, case) + " " * found.string[found.end() : found.end() + 1].isalpha()
 
 
 def _numbered(found: re.Match[str], digits: str) -> str:
     """Returns an ordinal before a noun in the singular that no cardinal counts: на 3 этаже, 5 класс; else ""."""
-    after = following_noun(found.string, found.end())
+    after = grammar.following_noun(found.string, found.end())
     is_counted = form(digits, ("one", "few", "many")) == "one"
     if after is None or is_counted or after.plural or not after.singular or "gent" in after.singular or len(digits) > 3:
         return ""
-    return ordinal(int(digits), after.gender, agreed_case(found.string, found.start(), after.singular))
+    return ordinal(int(digits), after.gender, grammar.agreed_case(found.string, found.start(), after.singular))
 
 
 _SECTION = re.compile(

@@ -4,8 +4,7 @@ import re
 from functools import reduce
 
 from gputrain.speech.text.language import CLOCK, any_of, rewriter, roman, with_colons
-from gputrain.speech.text.uzbek.abbreviations import names
-from gputrain.speech.text.uzbek.letters import WORDS
+from gputrain.speech.text.uzbek.letters import WORDS, names
 from gputrain.speech.text.uzbek.numbers import SUFFIX, attached, cardinal, joined, ordinal, whole
 
 MONTHS = WORDS["months"]

@@ -31,6 +31,7 @@ _LOOKALIKES = ("асеорхукмтвнАСЕОРХУКМТВН", "aceopxykmtbh
 _TO_LATIN_LOOKS = str.maketrans(*_LOOKALIKES)
 _TO_CYRILLIC_LOOKS = str.maketrans(_LOOKALIKES[1], _LOOKALIKES[0])
 _VOWELS = "аеёиоуўэюяы"
+_LETTER = re.compile(r"[og]ʻ|[sc]h|[a-z]")
 
 
 def latin(text: str) -> str:
@@ -98,3 +99,8 @@ def _letter(word: str, place: int) -> str:
     else:
         latin = _PLAIN.get(letter, letter)
     return latin.capitalize() if word[place].isupper() else latin
+
+
+def names(letters: str) -> str:
+    """Returns the names of letters: be, ve, ge."""
+    return " ".join(WORDS["letter_names"].get(letter, letter) for letter in _LETTER.findall(letters.lower()))
