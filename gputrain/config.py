@@ -30,6 +30,7 @@ import reprlib
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
@@ -299,7 +300,8 @@ def convert(leaf: Leaf, value: object, where: str = "", name: str = "") -> Any:
         if isinstance(number, (int, float)):
             low, high = leaf.min, leaf.max
             if (low is not None and number < low) or (high is not None and number > high) or number != number:
-                raise UserError(f"{where}{name} is {reprlib.repr(number)}, expected {_range(low, high)}")
+                expected = describe_range(low, high) or "a finite number"
+                raise UserError(f"{where}{name} is {reprlib.repr(number)}, expected {expected}")
             if abs(number) > LARGEST:  # Neither torch nor the file system takes such a number.
                 raise UserError(f"{where}{name} is {reprlib.repr(number)}, expected at most {LARGEST:.2g}")
     return made
@@ -320,12 +322,12 @@ def describe(kind: Any) -> str:
     return names[kind]
 
 
-def _range(low: float | None, high: float | None) -> str:
-    if low is None and high is None:
-        return "a finite number"
-    if low is not None and high is not None:
-        return f"{low} to {high}"
-    return f"at least {low}" if low is not None else f"at most {high}"
+def describe_range(low: float | None, high: float | None) -> str:
+    """Return the range of a number: `at least 1`, `0 to 0.999999`, and nothing if there is none."""
+    least, most = (number if number is None else format(Decimal(repr(number)), "f") for number in (low, high))
+    if least is not None and most is not None:
+        return f"{least} to {most}"
+    return f"at least {least}" if least is not None else f"at most {most}" if most is not None else ""
 
 
 def unknown_key(name: str, known: Mapping[str, object], where: str = "", kind: str = "") -> UserError:

@@ -191,28 +191,18 @@ def print_next_steps(kind: ModelKind, run: Path) -> None:
     commands.append(f"tensorboard --logdir {run / 'logs'}")
     ui.out.print(ui.escape(f"The run is in {run}. Next:"), soft_wrap=True)
     for line in commands:
-        ui.out.print(ui.command_line(ui.escape(line)), soft_wrap=True)
+        ui.out.print(f"  {ui.escape(line)}", soft_wrap=True)
 
 
 def add_commands_of(kind: ModelKind) -> None:
     """Add the commands of a kind of model."""
 
-    def bench_kind(settings: Any) -> None:
-        print_bench(kind, settings)
-
-    def plan_kind(settings: Any) -> None:
-        print_plans(kind, settings)
-
-    def train_kind(settings: Any) -> None:
-        train(kind, settings)
-
-    files: dict[str, Any] = {"shipped": kind.shipped, "translate": kind.translate}
     plan_help = f"Predict the memory of {kind.command} and choose its settings for any GPU, from the options alone."
-    add_command(
-        bench, kind.command, bench_settings(kind.plan), bench_kind, panel="Machine", help=kind.bench_help, **files
-    )
-    add_command(plan, kind.command, kind.plan, plan_kind, panel="Machine", help=plan_help, **files)
-    add_command(app, kind.command, kind.train, train_kind, panel=kind.panel, help=train_help(kind), **files)
+    add = partial(add_command, name=kind.command, shipped=kind.shipped, translate=kind.translate)
+    bench_options, run_bench = bench_settings(kind.plan), partial(print_bench, kind)
+    add(bench, settings=bench_options, function=run_bench, panel="Machine", help=kind.bench_help)
+    add(plan, settings=kind.plan, function=partial(print_plans, kind), panel="Machine", help=plan_help)
+    add(app, settings=kind.train, function=partial(train, kind), panel=kind.panel, help=train_help(kind))
 
 
 def train_help(kind: ModelKind) -> str:
@@ -223,12 +213,6 @@ def train_help(kind: ModelKind) -> str:
     return f"{kind.help}\n\nExample: {example}\n\nA run ends after {length.flag}; --help-all shows other ends."
 
 
-def add_own_commands_of(kind: ModelKind) -> None:
-    """Add the commands that no other kind of model has."""
-    for own in kind.commands:
-        add_command(app, own.name, own.settings, partial(run_own, kind, own), panel=kind.panel, help=own.help)
-
-
 def run_own(kind: ModelKind, own: OwnCommand, settings: Any) -> None:
     require(*kind.packages)
     own.run(settings, ui.TerminalOutput())
@@ -237,7 +221,8 @@ def run_own(kind: ModelKind, own: OwnCommand, settings: Any) -> None:
 for each in kinds().values():
     add_commands_of(each)
 for each in kinds().values():
-    add_own_commands_of(each)
+    for own in each.commands:
+        add_command(app, own.name, own.settings, partial(run_own, each, own), panel=each.panel, help=own.help)
 
 
 # -------------------------------------------------------------------------------------------------- trained models

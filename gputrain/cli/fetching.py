@@ -85,7 +85,7 @@ def load(name: str) -> None:
     found = {"path": path, "size": format_bytes(sum(file.stat().st_size for file in files.values()))}
     if entry:
         ui.print_figures(f"{name}: {entry.about}", {"licence": entry.licence, "page": entry.page, **found})
-        ui.out.print(ui.command_line(ui.escape(command_of(entry, used))), soft_wrap=True)
+        ui.out.print(f"  {ui.escape(command_of(entry, used))}", soft_wrap=True)
     else:
         page = {} if isinstance(place, CatalogueEntry) else {"licence": "that of its page", "page": place.page}
         option = f"--input-dir {used}" if is_data else f"--init-from {used}"

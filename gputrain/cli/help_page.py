@@ -7,14 +7,13 @@ options is common in its command.
 
 import inspect
 from collections.abc import Iterable
-from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from gputrain.config import Leaf, ModelName, leaves
+from gputrain.config import Leaf, ModelName, describe_range, leaves
 
 WIDEST = 120  # Columns of a help page on a wider terminal.
 SHOWS_ALL = "gputrain.help_all"  # Key in click's context.
@@ -106,12 +105,12 @@ def clause(leaf: Leaf) -> str:
     return leaf.clause + (f" [{shown}]" if shown and leaf.default is not False else "")
 
 
-def described(leaf: Leaf) -> str:
+def described(leaf: Leaf, *, with_default: bool = True) -> str:
     """Return the text of `--help-all`: whole sentences, further names, and in brackets values, default and range."""
     also = f" Also {', '.join(leaf.flags[1:])}." if leaf.spellings else ""
     shown = "required" if leaf.required else default_text(leaf) and f"default: {default_text(leaf)}"
-    facts = "; ".join(filter(None, [choices(leaf), shown, limits(leaf)]))
-    return f"{leaf.help}{also}" + (f" [{facts}]" if facts else "")
+    facts = [choices(leaf), shown if with_default else "", describe_range(leaf.min, leaf.max)]
+    return f"{leaf.help}{also}" + (f" [{'; '.join(filter(None, facts))}]" if any(facts) else "")
 
 
 def choices(leaf: Leaf) -> str:
@@ -129,15 +128,3 @@ def default_text(leaf: Leaf) -> str:
     if isinstance(leaf.default, tuple):
         return ",".join(map(str, leaf.default))
     return f"{leaf.default:g}" if isinstance(leaf.default, float) else str(leaf.default)
-
-
-def limits(leaf: Leaf) -> str:
-    """Return the range of a number: `at least 1`, `0 to 0.999999`."""
-    if leaf.min is not None and leaf.max is not None:
-        return f"{_number(leaf.min)} to {_number(leaf.max)}"
-    return f"at least {_number(leaf.min)}" if leaf.min is not None else ""
-
-
-def _number(value: float) -> str:
-    """Return a number without an exponent."""
-    return str(int(value)) if value == int(value) else format(Decimal(repr(value)), "f")

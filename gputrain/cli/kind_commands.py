@@ -147,13 +147,11 @@ def format_of(settings: ExportSettings, kind: ModelKind) -> str:
         )
     format = known[0] if settings.format == "auto" else settings.format
     used = kind.exporters[format].options
-    for option in ("name", "language_code", "default_speaker"):
-        if getattr(settings, option) and option not in used:
-            raise UserError(f"{option} does nothing with format {format}", hint=f"drop --{option.replace('_', '-')}")
-    if settings.data_path is not None and "data_path" not in used:
-        raise UserError(f"data_path does nothing with {title}", hint="drop --data-path")
-    if settings.device == "cuda" and "device" not in used:
-        raise UserError(f"{title} is exported on the CPU", hint="drop --device")
+    given = {name: getattr(settings, name) for name in ("name", "language_code", "default_speaker", "data_path")}
+    for option, value in {**given, "device": settings.device == "cuda"}.items():
+        if value and option not in used:
+            what = f"{title}, format {format}"
+            raise UserError(f"{option} does nothing with {what}", hint=f"drop --{option.replace('_', '-')}")
     return format
 
 

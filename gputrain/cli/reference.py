@@ -7,7 +7,7 @@ import typer
 
 from gputrain.bench.options import BenchOptions
 from gputrain.cli.app import app
-from gputrain.cli.help_page import choices, default_text, limits, metavar
+from gputrain.cli.help_page import default_text, described, names
 from gputrain.config import Leaf, leaves
 from gputrain.kinds import kinds
 
@@ -17,7 +17,7 @@ HEAD = """# Options
 Each option stands once, with the commands that have it. `--name` is a flag, and the key `name` of the YAML or JSON file
 that `--config` takes: `--image-size 512` is `image_size: 512`. What is written `name:` is a key of a file only. A flag
 beats the file, of several files the last one, and the file the default. Flags may be spelt with underscores too, and a
-flag that is on is switched off by `--no-name`. `--help` shows the common options of a command, `--help-all` all.
+flag `--[no-]name` is switched off by `--no-name`. `--help` shows the common options of a command, `--help-all` all.
 
 `--config` finds files of the package by their names: `standard`, `ultra`, `high`, `fast` and `draft` of `train-vae`,
 `vits_rtx4090` of `train-tts`, and openvpi's `base_hifi_gpu` and `base_hifi_rtx5090_optimized` of `train-vocoder`, which
@@ -63,7 +63,7 @@ def by_panel(options: Mapping[str, Mapping[str, Leaf]]) -> Iterable[str]:
     panels: dict[str, dict[tuple[str, ...], dict[str, Leaf]]] = {}
     for command, known in options.items():
         for leaf in known.values():
-            alike = (leaf.name, leaf.help, limits(leaf), choices(leaf))
+            alike = (leaf.name, described(leaf, with_default=False))
             panels.setdefault(leaf.panel, {}).setdefault(alike, {})[command] = leaf
     for panel, rows in panels.items():
         listed = sorted(rows.values(), key=lambda leaf_of: next(iter(leaf_of.values())).name)
@@ -81,19 +81,8 @@ def row(leaf_of: Mapping[str, Leaf], all_of: Iterable[str]) -> str:
         f"{shown or 'none'} ({', '.join(of)})" if several else shown for shown, of in commands_of.items()
     )
     of = "all" if set(leaf_of) == set(all_of) else ", ".join(leaf_of)
-    also = f" Also {', '.join(leaf.flags[1:])}." if leaf.spellings else ""
-    facts = "; ".join(filter(None, [choices(leaf), limits(leaf)]))
-    text = f"{leaf.help}{also}{f' ({facts})' if facts else ''}".replace("|", r"\|")
-    return f"| `{option(leaf)}` | {'required' if leaf.required else defaults} | {of} | {text} |\n"
-
-
-def option(leaf: Leaf) -> str:
-    """Return what a user writes: `--image-size N`, `--report`, `fmin: X` in a file."""
-    if leaf.is_positional:
-        return leaf.name.removesuffix("s").upper()
-    if leaf.level == "file":
-        return f"{leaf.name}: {metavar(leaf)}"
-    return leaf.flag if leaf.plain_type is bool else f"{leaf.flag} {metavar(leaf)}"
+    text = described(leaf, with_default=False).replace("|", r"\|")
+    return f"| `{names(leaf)}` | {'required' if leaf.required else defaults} | {of} | {text} |\n"
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
 from gputrain.cli.ui import err, escape, one_line, out
 from gputrain.formatting import format_number
 
@@ -16,22 +14,14 @@ if TYPE_CHECKING:
 
 
 def print_checks(checks: Sequence["Check"]) -> None:
-    """Print the checks, each with its remedy below: as a table on a terminal, elsewhere one line each."""
+    """Print a line for each check, with its remedy below."""
     style = {"ok": "green", "note": "yellow", "failed": "bold red"}
-    rows = []
+    width = max(len(check.name) for check in checks)
     for check in checks:
-        rows.append((f"[{style[check.status]}]{check.status:<6}[/]", check.name, escape(check.found)))
+        mark = f"[{style[check.status]}]{check.status:<6}[/]"
+        out.print(f"{mark}  {check.name:<{width}}  {escape(check.found)}", soft_wrap=True)
         if check.remedy:
-            rows.append((" " * 6, "", escape(f"remedy: {check.remedy}")))
-    if out.is_terminal:
-        table = Table.grid(padding=(0, 2))
-        for row in rows:
-            table.add_row(*row)
-        out.print(table)
-    else:
-        width = max(len(check.name) for check in checks)
-        for mark, name, text in rows:
-            out.print(f"{mark}  {name:<{width}}  {text}", soft_wrap=True)
+            out.print(f"{'':<{width + 8}}  {escape(f'remedy: {check.remedy}')}", soft_wrap=True)
 
 
 def print_bench(report: "BenchReport") -> None:

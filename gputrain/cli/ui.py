@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import sys
-import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -99,30 +98,8 @@ def discard(file: IO[str]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 
-class MessageConsole(PipeConsole):
-    """The console of messages: on a terminal it breaks lines between words. A line with a command stays one line, which
-    can be copied, and so do all lines that go to a file."""
-
-    def print(self, *objects: Any, **options: Any) -> None:
-        if options.get("soft_wrap") and self.is_terminal and not any(COMMAND in str(printed) for printed in objects):
-            options |= {"soft_wrap": False}
-        super().print(*objects, **options)
-
-
-COMMAND = "gputrain "  # The beginning of a command in a message.
 out = PipeConsole(highlight=False)
-err = MessageConsole(stderr=True, highlight=False)
-
-
-def command_line(command: str, *, indent: str = "  ") -> str:
-    """Return a command for standard output: on a narrow terminal in several lines, which a shell reads as one."""
-    if not out.is_terminal:
-        return indent + command
-    lines = textwrap.wrap(
-        command, max(20, out.width - 2), initial_indent=indent, subsequent_indent=2 * indent, break_long_words=False,
-        break_on_hyphens=False,
-    )  # fmt: skip
-    return " \\\n".join(lines)
+err = PipeConsole(stderr=True, highlight=False)
 
 
 def escape(text: str) -> str:

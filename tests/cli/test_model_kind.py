@@ -119,7 +119,7 @@ def test_a_missing_model_is_named_before_anything_is_said_of_options(typed, tmp_
     ("evaluate", "VAE", ["--max-clips", 3], "max_clips does nothing with", "drop --max-clips"),
     ("export", "vocoder", ["--format", "diffusers"], "a vocoder, which has no format diffusers", "openvpi or onnx or"),
     ("export", "vocoder", ["--data-path", "."], "data_path does nothing with a vocoder", "drop --data-path"),
-    ("export", "vocoder", ["--name", "x"], "name does nothing with format openvpi", "drop --name"),
+    ("export", "vocoder", ["--name", "x"], "name does nothing with a vocoder, format openvpi", "drop --name"),
     ("export", "vocoder", ["--language-code", "uz_UZ"], "language_code does nothing", "drop --language-code"),
     ("export", "vocoder", ["--default-speaker", "1"], "default_speaker does nothing", "drop --default-speaker"),
     ("export", "VAE", ["--format", "onnx"], "an image VAE, which has no format onnx", "use diffusers"),

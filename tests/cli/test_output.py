@@ -264,35 +264,9 @@ def test_the_start_of_a_training_is_short_and_its_plan_is_logged_if_asked_for(tm
     ]  # fmt: skip
 
 
-def test_messages_on_a_terminal_break_between_words():
-    text = "the start is a linear code of the pictures: 35.1 dB before the first step, fitted to 23 pictures in 3 s"
-    command = "go on with: gputrain train-vae --config outputs/vae/config.yaml --resume-from auto --max-steps 100000"
-    for is_terminal in (True, False):
-        console = ui.MessageConsole(file=io.StringIO(), width=80, force_terminal=is_terminal, color_system=None)
-        for line in (text, command):
-            console.print(line, soft_wrap=True)
-        first, *others = console.file.getvalue().splitlines()
-        assert others[-1] == command
-        assert "".join([first, *others[:-1]]).replace(" ", "") == text.replace(" ", "")
-        assert {*first.split(), *" ".join(others[:-1]).split()} == {*text.split()}
-        assert (len(first) <= 80) == is_terminal
-
-
-def test_a_command_on_a_narrow_terminal_can_be_copied(monkeypatch):
-    command = "gputrain reconstruct --model outputs/vae --input PICTURES --output-dir outputs/reconstructions-of-mine"
-    shown = PipeConsole(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
-    monkeypatch.setattr(ui, "out", shown)
-    lines = ui.command_line(command).split("\n")
-    assert len(lines) == 2
-    assert max(map(len, lines)) <= 80
-    assert " ".join(line.removesuffix("\\").strip() for line in lines) == command
-    monkeypatch.setattr(ui, "out", PipeConsole(file=io.StringIO(), width=80))
-    assert ui.command_line(command) == f"  {command}"
-
-
 def test_colours_that_are_asked_for_make_no_terminal_of_a_pipe(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # As a notebook's kernel sets for its commands.
-    piped = ui.MessageConsole(file=io.StringIO(), width=80)
+    piped = PipeConsole(file=io.StringIO(), width=80)
     with piped.status("planning"):
         piped.print("[red]a[/] line")
     monkeypatch.setattr(ui, "err", piped)
@@ -301,7 +275,7 @@ def test_colours_that_are_asked_for_make_no_terminal_of_a_pipe(monkeypatch):
         bar.update(2, 2)
     assert piped.file.getvalue() == "\x1b[31ma\x1b[0m line\n"
     monkeypatch.delenv("FORCE_COLOR")
-    plain = ui.MessageConsole(file=io.StringIO(), width=80)
+    plain = PipeConsole(file=io.StringIO(), width=80)
     plain.print("[red]a[/] line")
     assert plain.file.getvalue() == "a line\n"
 
