@@ -1,21 +1,18 @@
 """Which data are trained on: the held-out split, the digests by which a resumed run notices that data have changed, and
 several data folders in one training, with their weights.
 
-A weight says how often each item of a folder is drawn in an epoch, like `num_repeats` of other trainers, and may be a
-fraction: of a folder of n items with weight w, an epoch has round(w * n). Those of the fraction are evenly spaced items
-of the folder, which move on from epoch to epoch, so that all items are drawn equally often in the long run. What an
-epoch draws is a function of its number, so resuming needs no state. Imports no torch.
+A weight says how often each item of a folder is drawn in an epoch, like `num_repeats` of other trainers. What an epoch
+draws is a function of its number, so resuming needs no state. Imports no torch.
 """
 
 import errno
 import hashlib
 import logging
-import math
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -35,9 +32,7 @@ HELD_OUT_SHARE = 0.05
 FEW_HELD_OUT, FEW_ITEMS = 4, 20  # Fewer held-out items are too few for figures, if there are so many items in all.
 FINGERPRINT_BLOCK = 65536  # bytes
 GivenFolders = Path | Sequence[Path]  # Values of --data-path, which may end in =WEIGHT.
-WHOLE = 1 << 64
 HIGHEST = 10_000  # The highest weight of a folder.
-GOLDEN = 0x9E3779B97F4A7C15  # Its multiples, modulo 2**64, are evenly distributed (2**64 over the golden ratio).
 
 
 def fingerprint(path: Path) -> str:
@@ -128,14 +123,14 @@ class DataFolder:
     """A folder of data, and how often each of its items is drawn in an epoch."""
 
     path: Path
-    weight: float = 1.0
+    weight: int = 1
 
 
 def data_folders(given: GivenFolders) -> tuple[DataFolder, ...]:
     """Returns the folders of --data-path.
 
-    Raises UserError if there is none, if one is given twice, if a weight is not a positive number, or if a value can be
-    read in two ways. Whoever opens a folder says what is wrong with it.
+    Raises UserError if there is none, if one is given twice, or if a weight is no whole number from 1 on. Whoever opens
+    a folder says what is wrong with it.
     """
     folders = tuple(map(_folder, (given,) if isinstance(given, Path) else given))
     if not folders:
@@ -159,23 +154,20 @@ def format_folders(given: GivenFolders) -> str:
 
 def _folder(given: Path) -> DataFolder:
     """Parses FOLDER or FOLDER=WEIGHT. A path that exists as it is written is a folder without a weight."""
-    text = str(given)
-    name, equals, number = text.rpartition("=")
+    name, _, number = str(given).rpartition("=")
     try:
-        weight = float(number) if equals and name else math.nan
-        has_weight = bool(equals and name)
+        weight = float(number)
     except ValueError:
-        weight, has_weight = math.nan, False
-    if not has_weight:
         return DataFolder(given)
-    if given.exists():
+    if not name or given.exists():
         return DataFolder(given)
-    if not 0 < weight <= HIGHEST:
+    if not (1 <= weight <= HIGHEST and weight.is_integer()):
         raise UserError(
-            f"{name}: its weight is {number}, expected a number above 0, at most {HIGHEST}",
-            hint="a weight says how often each item is drawn in an epoch; leave a folder out to draw none of it",
+            f"{name}: its weight is {number}, expected a whole number from 1 to {HIGHEST}",
+            hint="a weight says how often each item is drawn in an epoch: for half of one, give the other folders "
+            "twice their weights; leave a folder out to draw none of it",
         )
-    return DataFolder(Path(name), weight)
+    return DataFolder(Path(name), int(weight))
 
 
 @dataclass(frozen=True)
@@ -183,7 +175,7 @@ class Mixture:
     """Folders of `counts` items, numbered through from the first folder to the last, with their weights."""
 
     counts: tuple[int, ...]
-    weights: tuple[float, ...]
+    weights: tuple[int, ...]
 
     def __len__(self) -> int:
         """Returns the number of items of an epoch."""
@@ -191,8 +183,8 @@ class Mixture:
 
     @cached_property
     def draws(self) -> tuple[int, ...]:
-        """The number of items that an epoch has of each folder, at least one."""
-        return tuple(max(1, round(n * weight)) for n, weight in zip(self.counts, self.weights, strict=True))
+        """The number of items that an epoch has of each folder."""
+        return tuple(count * weight for count, weight in zip(self.counts, self.weights, strict=True))
 
     @property
     def is_plain(self) -> bool:
@@ -200,25 +192,19 @@ class Mixture:
         return self.draws == self.counts
 
     def sample(self, drawn: Sample) -> Sample:
-        """Returns the item at a place of an epoch. Its epoch counts the draws of the item before, or more than those:
-        no two samples of a training are equal, so that their random numbers differ."""
+        """Returns the item at a place of an epoch. Its epoch counts the draws of the item before: no two samples of a
+        training are equal, so that their random numbers differ."""
         epoch, place = drawn
         folder = bisect_right(self._ends, place)
-        count, draws = self.counts[folder], self.draws[folder]
-        whole, rest = divmod(draws, count)
-        copy, item = divmod(place - (self._ends[folder] - draws), count)
-        if copy == whole:
-            item = spaced(item, rest, count, epoch * GOLDEN % WHOLE)
-        return Sample(epoch * (whole + bool(rest)) + copy, sum(self.counts[:folder]) + item)
+        copy, item = divmod(place - (self._ends[folder] - self.draws[folder]), self.counts[folder])
+        return Sample(epoch * self.weights[folder] + copy, sum(self.counts[:folder]) + item)
 
-    def items(self, epoch: int) -> npt.NDArray[np.int64]:
-        """Returns the items of an epoch, by place."""
-        return _items(self, epoch * GOLDEN % WHOLE)
-
-    @property
-    def last_items(self) -> npt.NDArray[np.int64]:
-        """For each place of `items`, the highest number that it has in any epoch."""
-        return _items(self, WHOLE - 1)
+    @cached_property
+    def items(self) -> npt.NDArray[np.int64]:
+        """The items of an epoch, by place."""
+        first = accumulate(self.counts, initial=0)
+        parts = zip(first, self.counts, self.weights, strict=False)
+        return np.concatenate([first + np.tile(np.arange(count), weight) for first, count, weight in parts])
 
     @cached_property
     def _ends(self) -> list[int]:
@@ -227,23 +213,6 @@ class Mixture:
     def of(self, dataset: Any) -> Any:
         """Returns a data set whose epochs draw the items of another one by their weights."""
         return dataset if self.is_plain else DrawnItems(dataset, self)
-
-
-def spaced(place: int, places: int, count: int, offset: int) -> int:
-    """Returns one of `places` evenly spaced numbers below `count`; `offset` / 2**64 of their distance precedes them."""
-    return (place * WHOLE + offset) * count // (places * WHOLE)
-
-
-@lru_cache(maxsize=2)
-def _items(mixture: Mixture, offset: int) -> npt.NDArray[np.int64]:
-    found = [np.zeros(0, dtype=np.int64)]
-    first = 0
-    for count, draws in zip(mixture.counts, mixture.draws, strict=True):
-        whole, rest = divmod(draws, count)
-        extra = np.array([spaced(place, rest, count, offset) for place in range(rest)], dtype=np.int64)
-        found += [first + np.tile(np.arange(count), whole), first + extra]
-        first += count
-    return np.concatenate(found)
 
 
 @dataclass(frozen=True)
@@ -284,7 +253,7 @@ class FolderItems(Generic[T]):
             return
         for folder, count, draws in zip(self.folders, mixture.counts, mixture.draws, strict=True):
             log.info(
-                "%s: %d %s with weight %g: %d of an epoch, %.1f %%",
+                "%s: %d %s with weight %d: %d of an epoch, %.1f %%",
                 folder.path,
                 count,
                 noun,

@@ -229,7 +229,7 @@ class Buckets:
         them takes longer than reading a bucket, so that the orders of the last two epochs are kept: reading ahead
         alternates between them."""
         if epoch not in self._orders:
-            items_M = np.arange(len(self.clips)) if self.mixture is None else self.mixture.items(epoch)
+            items_M = np.arange(len(self.clips)) if self.mixture is None else self.mixture.items
             places_M = shuffled_by_length(self.frames_N[items_M], self.stretch, self.seed, epoch)
             if self.shapes:  # Within a shape, where all clips are padded to one length, they are shuffled freely.
                 shape_M = np.searchsorted(self.borders_C, np.arange(len(places_M)), side="right")
@@ -278,9 +278,8 @@ class Buckets:
 
     @cached_property
     def longest_M(self) -> Integers:
-        """The frames of the clips of an epoch, sorted; the highest number at each place in any epoch, if epochs differ
-        by weights."""
-        return np.sort(self.frames_N if self.mixture is None else self.frames_N[self.mixture.last_items])
+        """The frames of the clips of an epoch, sorted."""
+        return np.sort(self.frames_N if self.mixture is None else self.frames_N[self.mixture.items])
 
     @cached_property
     def symbols_N(self) -> Integers:

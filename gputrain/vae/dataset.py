@@ -98,8 +98,8 @@ class Pictures:
 
     @property
     def of_epoch(self) -> list[Picture]:
-        """The training pictures of the first epoch, which has those of a folder by its weight."""
-        return self.train if self.mixture.is_plain else [self.train[item] for item in self.mixture.items(0)]
+        """The training pictures of an epoch, which has those of a folder by its weight."""
+        return self.train if self.mixture.is_plain else [self.train[item] for item in self.mixture.items]
 
 
 def open_pictures(

@@ -205,7 +205,7 @@ def test_held_out_clips_depend_on_their_content(folder):
 
 @settings(max_examples=100)
 @given(
-    frames=FRAMES, weight=st.floats(0.05, 3.5), batch_size=st.integers(1, 20),
+    frames=FRAMES, weight=st.integers(1, 3), batch_size=st.integers(1, 20),
     batch_frames=st.sampled_from([0, 500, 20000]), max_padding=st.sampled_from([0.02, 0.5]),
 )  # fmt: skip
 def test_weights_keep_the_limits_and_draw_all_clips_equally_often(
@@ -222,8 +222,7 @@ def test_weights_keep_the_limits_and_draw_all_clips_equally_often(
         if batch_frames:
             assert all(padded(frames, one) <= batch_frames or len(one) == 1 for one in members)
         np.add.at(counts, [member for one in members for member in one], 1)
-    assert counts.max() - counts.min() <= 4
-    assert counts.sum() == 12 * len(mixture)
+    assert (counts == 12 * weight).all()
 
 
 def write_speech(folder: Path, format: SpeechFormat, level: int, seed: str, text: str = "abab") -> Path:
@@ -245,7 +244,7 @@ def test_several_folders_of_speech(tmp_path, caplog):
     ann = write_speech(tmp_path / "ann", SpeechFormat(first, 16000, HOP, ("ann",)), 100, "f0")
     bob = write_speech(tmp_path / "bob", SpeechFormat(second, 16000, HOP, ("bob",)), 200, "f1", "cbcb")
     more = write_speech(tmp_path / "more", SpeechFormat(first, 16000, HOP, ("ann",)), 300, "f2")
-    speech = open_speech([ann, Path(f"{bob}=0.5"), Path(f"{more}=3")])
+    speech = open_speech([ann, Path(f"{bob}=2"), Path(f"{more}=3")])
     store = pickle.loads(pickle.dumps(speech.store))
     assert store.format.speakers == ("ann", "bob")
     assert store.format.frontend.symbols == frontend("characters", texts=["abcz"]).symbols
@@ -254,13 +253,11 @@ def test_several_folders_of_speech(tmp_path, caplog):
         101, 102, 103, 201, 202, 203, 301, 302, 303,
     ]  # fmt: skip
     assert [clip.speaker for clip in speech.parts.train] == [0, 0, 0, 1, 1, 1, 0, 0, 0]
-    assert speech.split.mixture().draws == (3, 2, 9)
+    assert speech.split.mixture().draws == (3, 6, 9)
     buckets = buckets_of_speech(speech, SpeechData(data_path=(tmp_path,), max_padding=0.5), HOP, 4, seed=0)
     batches = [buckets[Sample(1, number)] for number in range(len(buckets))]
     levels = sorted(int(wave[0]) for batch in batches for wave in batch.wave_BT)
-    assert levels[:3] == [101, 102, 103]
-    assert levels[5:] == [301] * 3 + [302] * 3 + [303] * 3
-    assert set(levels[3:5]) < {201, 202, 203}
+    assert levels == [101, 102, 103, 201, 201, 202, 202, 203, 203] + [301] * 3 + [302] * 3 + [303] * 3
     # With whole weights alone, clips keep the order of the folders.
     assert [clip.first_sample for clip in open_speech(ann).parts.train] == [2000, 4100, 6300]
 

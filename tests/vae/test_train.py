@@ -97,21 +97,21 @@ def test_several_folders_with_weights_resume_bit_for_bit(photographs, tmp_path, 
         folder.mkdir(exist_ok=True)
         (folder / name).symlink_to(photographs / name)
     count = len(names)
-    folders = [f"{tmp_path / 'a'}=1.5", str(tmp_path / "b")]
+    folders = [f"{tmp_path / 'a'}=3", str(tmp_path / "b")]
     shared = {"data_path": folders, "num_epochs": 0, "num_steps": 6}
     read: list[Sample] = []
     crop_of = CropDataset.__getitem__
     monkeypatch.setattr(CropDataset, "__getitem__", lambda crops, key: read.append(key) or crop_of(crops, key))
     with caplog.at_level("INFO"):
         whole = run(tmp_path / "whole", photographs, **shared)
-    drawn = Mixture((2, 2), (1.5, 1.0))
-    first_epoch = [drawn.sample(Sample(0, place)) for place in range(5)]
-    assert sorted(read[:5]) == sorted(first_epoch)
+    drawn = Mixture((2, 2), (3, 1))
+    first_epoch = [drawn.sample(Sample(0, place)) for place in range(8)]
+    assert sorted(read[:8]) == sorted(first_epoch)
     assert (len(read), len(set(read))) == (12, 12)
     assert count == 6
-    assert f"{tmp_path / 'a'}: 2 pictures with weight 1.5: 3 of an epoch, 60.0 %" in caplog.messages
-    assert f"{tmp_path / 'b'}: 2 pictures with weight 1: 2 of an epoch, 40.0 %" in caplog.messages
-    assert (whole["progress"]["items"], whole["data"]["held_out"]["items"]) == (5, 2)
+    assert f"{tmp_path / 'a'}: 2 pictures with weight 3: 6 of an epoch, 75.0 %" in caplog.messages
+    assert f"{tmp_path / 'b'}: 2 pictures with weight 1: 2 of an epoch, 25.0 %" in caplog.messages
+    assert (whole["progress"]["items"], whole["data"]["held_out"]["items"]) == (8, 2)
     run(tmp_path / "parts", photographs, **shared, max_steps=3)
     resumed = run(tmp_path / "parts", photographs, **shared, resume_from="auto")
     assert_same(whole["modules"], resumed["modules"])
@@ -119,7 +119,7 @@ def test_several_folders_with_weights_resume_bit_for_bit(photographs, tmp_path, 
     shared["data_path"] = [f"{tmp_path / 'a'}=2", str(tmp_path / "b")]
     run(tmp_path / "parts", photographs, **{**shared, "num_steps": 7}, resume_from="auto")
     (said,) = [message for message in caplog.messages if "data_path" in message]
-    assert "a=1.5" in said
+    assert "a=3" in said
     assert "a=2" in said
 
 
