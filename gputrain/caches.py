@@ -29,16 +29,6 @@ def plan_folder() -> Path:
     return cache_folder() / "plans"
 
 
-def numba_folder() -> Path:
-    """Return the folder for what numba compiles: NUMBA_CACHE_DIR if it can be written to, or one of gputrain's own."""
-    chosen = os.environ.get("NUMBA_CACHE_DIR")
-    if chosen and can_write_into(Path(chosen)):
-        return Path(chosen)
-    if chosen:
-        say_once(f"NUMBA_CACHE_DIR {chosen} cannot be written to; another folder is used")
-    return cache_folder() / "numba"
-
-
 @functools.cache
 def say_once(message: str) -> None:
     log.info("%s", message)

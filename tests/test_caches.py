@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gputrain import caches
-from gputrain.caches import cache_folder, can_write_into, numba_folder, provide_home
+from gputrain.caches import cache_folder, can_write_into, provide_home
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="Windows has other variables")
 
@@ -19,8 +19,7 @@ def _places(tmp_path, monkeypatch):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setenv("HOME", str(tmp_path / "file/home"))
-    for name in ("XDG_CACHE_HOME", "NUMBA_CACHE_DIR"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     for cached in (caches.temporary_folder, caches.say_once):
         cached.cache_clear()
     yield
@@ -45,7 +44,7 @@ def test_otherwise_a_temporary_folder_of_the_user_is_kept(tmp_path, caplog):
     assert folder.stat().st_mode & 0o777 == 0o700
     said = f"caches are kept in {folder}, because {tmp_path}/file/home/.cache/gputrain cannot be written to"
     assert caplog.messages == [said]
-    assert numba_folder() == folder / "numba"
+    assert not can_write_into(tmp_path / "file")
     provide_home()
     assert (os.environ["HOME"], cache_folder()) == (str(folder), folder / ".cache/gputrain")
 
@@ -68,14 +67,3 @@ def test_compiled_code_is_run_from_no_folder_that_others_can_write_to(tmp_path):
     assert cache_folder() != shared
     assert cache_folder().parent == shared.parent
     assert cache_folder().stat().st_mode & 0o777 == 0o700
-
-
-def test_a_named_cache_of_numba_is_used_if_it_can_be_written_to(tmp_path, monkeypatch, caplog):
-    caplog.set_level("INFO")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "named"))
-    assert numba_folder() == tmp_path / "named"
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file/named"))
-    assert numba_folder() == tmp_path / ".cache/gputrain/numba"
-    assert caplog.messages == [f"NUMBA_CACHE_DIR {tmp_path}/file/named cannot be written to; another folder is used"]
-    assert not can_write_into(tmp_path / "file")

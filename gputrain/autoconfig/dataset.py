@@ -38,7 +38,7 @@ SAMPLING_SECONDS = 5.0  # Time limit of sampling.
 TIMED_ITEMS = 8  # Number of items whose decoding is timed.
 MOST_VALUES = 8192  # Integers of a tensor whose values are kept.
 PICTURE_KEYS = ("pixel_values", "image", "img")
-SOUND_KEYS = ("audio", "array", "input_values")
+SOUND_KEYS = ("audio", "input_values")
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class DatasetProfile:
         return f"{self.items} clips ({seen} looked at), {self.hours:.2f} hours: {lengths}"
 
 
-def profile_dataset(dataset: Any, *, seed: int = 0) -> DatasetProfile:
+def profile_dataset(dataset: Any) -> DatasetProfile:
     """Returns the profile of a dataset.
 
     `dataset`: a list of lengths in seconds, or anything with `len(dataset)` and `dataset[number]`. A column of lengths
@@ -129,13 +129,13 @@ def profile_dataset(dataset: Any, *, seed: int = 0) -> DatasetProfile:
         return _of_lengths(seconds, len(seconds), SAMPLING_RATE)
     column = length_column(dataset)
     if not column:
-        return _profile_items(dataset, seed)
+        return _profile_items(dataset)
     lengths = checked(dataset[column])
     found, took = _examined(lambda number: _size_of(dataset[number]), range(min(TIMED_ITEMS, len(dataset))))
     sounds = [item.seconds for item in found if isinstance(item, ClipLength)]
     if sounds and not np.allclose(lengths[: len(sounds)], sounds, rtol=LENGTH_TOLERANCE):
         log.warning("the column %s has other lengths than the first %d sounds, and is not used", column, len(sounds))
-        return _profile_items(dataset, seed)
+        return _profile_items(dataset)
     return _of_lengths(
         lengths,
         len(lengths),
@@ -171,9 +171,9 @@ def _of_sounds(sounds: Sequence[ClipLength], items: int, decode_seconds: float, 
 # -------------------------------------------------------------------------------------------------------- items
 
 
-def _profile_items(dataset: Any, seed: int) -> DatasetProfile:
+def _profile_items(dataset: Any) -> DatasetProfile:
     """Profiles a random sample of the items, or all of them if they are few."""
-    order = _shuffled(range(len(dataset)), seed)[:MOST_EXAMINED]
+    order = permutation(0, 0, len(dataset))[:MOST_EXAMINED].tolist()
     found, decode_seconds = _examined(lambda number: _size_of(dataset[number]), order)
     if isinstance(found[0], ClipLength):
         return _of_sounds(found, len(dataset), decode_seconds, labels_of(dataset[order[0]]))
@@ -217,18 +217,13 @@ def _widest(found: Sequence[Any]) -> Any:
 
 def _size_of(item: Any) -> Any:
     """Returns an item as a ClipLength or a tree of TensorShape. An encoded sound is decoded, because that is timed."""
-    if hasattr(item, "get_all_samples"):
-        item = {"audio": item}
     if _has_sound(item):
         sound = sound_of(item)
         return ClipLength(sound.seconds, sound.sampling_rate, _beside_sound(item))
     if isinstance(item, Mapping):
         return {name: _size_of_value(value) for name, value in item.items()}
     if isinstance(item, (tuple, list)) and not all(map(_is_number, item)):
-        first = _size_of(item[0])
-        if isinstance(first, ClipLength):
-            return first
-        return [first, *map(_size_of_value, item[1:])]
+        return [_size_of(item[0]), *map(_size_of_value, item[1:])]
     return _size_of_value(item)
 
 
@@ -276,7 +271,7 @@ def _has_sound(item: Any) -> bool:
     with two axes they are a spectrogram."""
     if not isinstance(item, Mapping):
         return is_waveform(item)
-    if "audio" in item or {"array", "sampling_rate"} <= item.keys():
+    if "audio" in item:
         return True
     wave = item.get("input_values")
     return len(item) <= 4 and wave is not None and (np.ndim(wave) == 1 or len(wave) == 1)
@@ -286,7 +281,7 @@ def _beside_sound(item: Any) -> dict[str, Any] | None:
     """Returns the tensors beside the sound of an item, by name."""
     if not isinstance(item, Mapping):
         return None
-    found = {name: _size_of_value(value) for name, value in item.items() if name not in (*SOUND_KEYS, "sampling_rate")}
+    found = {name: _size_of_value(value) for name, value in item.items() if name not in SOUND_KEYS}
     return {name: size for name, size in found.items() if size is not None} or None
 
 
@@ -332,8 +327,6 @@ def sound_of(item: Any) -> Sound:
         return Sound(item[0], item[1])
     if isinstance(item, Mapping) and "audio" in item:
         return _decoded(item["audio"])
-    if isinstance(item, Mapping) and "array" in item and "sampling_rate" in item:
-        return _decoded(item)
     if isinstance(item, Mapping) and "input_values" in item:
         return Sound(np.asarray(item["input_values"]), SAMPLING_RATE)
     raise UserError(
@@ -372,7 +365,7 @@ def with_sound(item: Any, sound: Sound) -> Any:
     if "audio" in item:
         path = {"path": item["audio"].get("path")} if isinstance(item["audio"], Mapping) else {}
         return {**item, "audio": {**path, **decoded}}
-    return {**item, **decoded} if "array" in item else {**item, "input_values": sound.wave_T}
+    return {**item, "input_values": sound.wave_T}
 
 
 def labels_of(item: Any) -> str:
@@ -391,10 +384,6 @@ def labels_of(item: Any) -> str:
 
 
 # --------------------------------------------------------------------------------------------------- in time
-
-
-def _shuffled(things: Sequence[Any], seed: int) -> list[Any]:
-    return [things[number] for number in permutation(seed, 0, len(things))]
 
 
 def _examined(load: Callable[[Any], Any], things: Iterable[Any]) -> tuple[list[Any], float]:

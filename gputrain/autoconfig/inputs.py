@@ -7,7 +7,6 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +38,7 @@ def output_loss(model: Any, batch: Any) -> Tensor:
 
     A mapping is passed as keywords if the model takes these names, and a list as separate arguments. Raises UserError
     if no output has a gradient."""
-    if isinstance(batch, Mapping) and Signature.of(model).takes(batch):
+    if isinstance(batch, Mapping) and Signature(model).takes(batch):
         out = model(**batch)
     else:
         out = model(*batch) if isinstance(batch, (list, tuple)) else model(batch)
@@ -66,46 +65,27 @@ def _tensors(tree: Any) -> list[Tensor]:
 # --------------------------------------------------------------------------------------------------- signature
 
 
-@dataclass(frozen=True)
 class Signature:
     """The inputs of a model's forward by name."""
 
-    names: tuple[str, ...]  # All that can be passed by name.
-    required: tuple[str, ...]  # Those without a default.
-    positional: int  # Arguments that can be passed without a name, up to the first whose default is not None.
-    any_name: bool
-
-    @classmethod
-    def of(cls, model: Any) -> "Signature":
-        """Returns the signature of a model, or of the one that a wrapper of torch or PEFT passes its inputs to."""
+    def __init__(self, model: Any) -> None:
+        """Reads the signature of a model, or of the one that a wrapper of torch or PEFT passes its inputs to."""
         model = getattr(model, "_orig_mod", model)
         model = model.module if isinstance(model, nn.DataParallel) else model
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         found = list(inspect.signature(model.forward if isinstance(model, nn.Module) else model).parameters.values())
-        plain = [
-            parameter
-            for parameter in found
-            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        ]
-        data = itertools.takewhile(lambda parameter: parameter.default in (parameter.empty, None), plain)
-        several = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in found)
-        return cls(
-            tuple(
-                parameter.name
-                for parameter in found
-                if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-            ),
-            tuple(
-                parameter.name
-                for parameter in found
-                if parameter.default is parameter.empty and "VAR" not in parameter.kind.name
-            ),
-            sys.maxsize if several else len(list(data)),
-            any(parameter.kind is parameter.VAR_KEYWORD for parameter in found),
-        )
+        by_place = [each for each in found if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        by_name = [each for each in found if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+        kinds = {each.kind.name for each in found}
+        self.names = {each.name for each in by_name}
+        self.any_name = "VAR_KEYWORD" in kinds
+        self.required = [each.name for each in found if each.default is each.empty and "VAR" not in each.kind.name]
+        # Tensors that can be passed without a name stand before the first argument whose default is not None.
+        tensors = itertools.takewhile(lambda each: each.default in (each.empty, None), by_place)
+        self.positional = sys.maxsize if "VAR_POSITIONAL" in kinds else len(list(tensors))
 
     def takes(self, names: Iterable[str]) -> bool:
-        return self.any_name or set(names) <= set(self.names)
+        return self.any_name or set(names) <= self.names
 
 
 # ----------------------------------------------------------------------------------------------- batches of data
@@ -176,7 +156,7 @@ def _filled(leaf: Any, items: int, *, mask: bool = False) -> Any:
 
 
 def _of_data(model: nn.Module, profile: DatasetProfile) -> list[BatchGuess]:
-    signature = Signature.of(model)
+    signature = Signature(model)
     if profile.kind == "audio":
         rate = round(profile.item_bytes / 4 / float(profile.seconds.mean()))
         wave = Made(lambda B, seconds: _meta(B, round(seconds * rate)), f"waves at {rate} Hz")
@@ -228,7 +208,7 @@ class Made(NamedTuple):
 def _of_transformer(model: Any, profile: DatasetProfile) -> list[BatchGuess]:
     """Returns batches of the tensors that the model takes by name, with those that its processor makes of sounds and
     pictures. Raises UserError if there are none."""
-    signature = Signature.of(model)
+    signature = Signature(model)
     data = _accepted(profile.widest, signature)
     raw = [name for name, kind in INPUTS.items() if kind == profile.kind and name in signature.names]
     made = {} if not raw or data.keys() & set(raw) else {raw[0]: _made(raw[0], model, profile)}

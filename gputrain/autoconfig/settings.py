@@ -105,11 +105,6 @@ class OptimalConfig:
         arguments[checkpointing] = self.gradient_checkpointing
         if self.gradient_checkpointing:
             arguments[f"{checkpointing}_kwargs"] = {"use_reentrant": False}
-        if self.length_column and not by_length:
-            grouped: dict[str, Any] = {"group_by_length": True}
-            if "train_sampling_strategy" in accepted:
-                grouped = {"train_sampling_strategy": "group_by_length"}
-            arguments |= {**grouped, "length_column_name": self.length_column}
         return arguments
 
 

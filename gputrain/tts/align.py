@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gputrain.caches import numba_folder
+from gputrain.caches import cache_folder
 from gputrain.engine.gan import at_least_fp32
 
 Array: TypeAlias = NDArray[Any]
@@ -156,7 +156,7 @@ def _compiled() -> Callable[..., None]:
     The caller uses its own threads: numba's abort the process if two threads use them at once.
     """
     numba = importlib.import_module("numba")  # It is imported here, because that takes half a second.
-    numba.config.CACHE_DIR = str(numba_folder())
+    numba.config.CACHE_DIR = numba.config.CACHE_DIR or str(cache_folder() / "numba")  # Its own is NUMBA_CACHE_DIR.
     try:
         compiled: Callable[..., None] = numba.njit(SIGNATURE, nogil=True, cache=True)(_search_items)
     except (RuntimeError, OSError):  # There is no such folder, or the disk is full.

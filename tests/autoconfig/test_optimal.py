@@ -350,15 +350,6 @@ def test_checkpointing_where_too_little_fits_without(tmp_path):
     assert getattr(arguments, f"{name}_checkpointing_kwargs") == {"use_reentrant": False}
 
 
-class Table(list):
-    """A dataset with a column of lengths."""
-
-    column_names = ("duration",)
-
-    def __getitem__(self, key):
-        return list(self) if key == "duration" else {"duration": super().__getitem__(key)}
-
-
 def test_weights_in_16_bit_are_refused_where_no_step_could_be_taken():
     """Frozen ones may stay; the hint is what makes the plan."""
     for dtype, gpu in ((torch.float16, "t4"), (torch.float16, "l4"), (torch.bfloat16, "t4")):
@@ -398,11 +389,6 @@ def test_training_arguments_are_accepted(tmp_path):
     assert arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps == 12
     assert config.training_arguments()["fp16"] is True
     assert arguments.dataloader_num_workers == config.dataloader_num_workers
-    by_length, _ = create_optimal_config(Table([1.0]), tiny(), 12, gpu="t4")
-    assert by_length.length_column == "duration"
-    arguments = TrainingArguments(str(tmp_path), **{**by_length.training_arguments(), "fp16": False})
-    assert arguments.length_column_name == "duration"
-    assert "group_by_length" in (getattr(arguments, "train_sampling_strategy", ""), "group_by_length")
 
 
 # -------------------------------------------------------------------------------------- what cannot be predicted
