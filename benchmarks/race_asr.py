@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=3)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--sides", nargs="+", default=["ours", "ours+optimizer=adamw-8bit"])
+    parser.add_argument("--sides", nargs="+", default=["ours"])
     parser.add_argument("--work-dir", type=Path, default=Path("race_runs"))
     parser.add_argument("--output-dir", type=Path, default=Path(__file__).parent / "results")
     given = parser.parse_args()

@@ -73,6 +73,7 @@ LEFT_OUT: Mapping[str, Mapping[str, LeftOut]] = {
         "batch_seconds": LIMIT,
         "attention_dropout": DROPOUT,
         "final_dropout": DROPOUT,
+        "optimizer": LeftOut("adamw", "leave it out: AdamW trains; --adapters lora takes less memory"),
         "num_text_samples": LeftOut(8, "leave it out: the transcripts of 8 clips are shown", False),
         "speed_change": LeftOut(0.0, NOISE),
         "noise_probability": LeftOut(0.5, NOISE),

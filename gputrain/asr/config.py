@@ -23,7 +23,6 @@ from gputrain.kinds import PublishedFiles
 from gputrain.speech.config import CLIPS_HELP, SpeechData
 
 TranscriptFormat = Literal["txt", "srt", "vtt"]
-OptimizerName = Literal["adamw", "adamw-8bit"]
 FROM_SCRATCH_RATE, FINE_TUNING_RATE = 1e-3, 3e-4
 
 
@@ -136,10 +135,6 @@ class RecogniserSchedule(Schedule):
         help=f"Highest learning rate; 0: auto. {FINE_TUNING_RATE:g} with init_from, else {FROM_SCRATCH_RATE:g}.",
     )
     learning_rate_schedule: LearningRateSchedule = changed(Schedule, "learning_rate_schedule", default="tri-stage")
-    optimizer: OptimizerName = opt(
-        default="adamw",
-        help="adamw or adamw-8bit. adamw-8bit keeps AdamW's averages in 8 bits: 2 instead of 8 bytes a trained weight.",
-    )
     weight_decay: float = changed(Schedule, "weight_decay", default=0.005)
     beta1: float = file_key(default=0.9, help="AdamW's decay rate of the mean gradient.", min=0, max=0.9999)
     beta2: float = file_key(default=0.98, help="AdamW's decay rate of the mean squared gradient.", min=0, max=0.999999)

@@ -122,8 +122,6 @@ class AsrWork(KindWork[TrainAsr]):
             **super().fallbacks(settings, budget, found),
             "--ema-decay 0": replace(settings, schedule=replace(schedule, ema_decay=0.0)),
         }
-        if schedule.optimizer == "adamw":
-            changes["--optimizer adamw-8bit"] = replace(settings, schedule=replace(schedule, optimizer="adamw-8bit"))
         if model.trains_features:
             changes["--freeze-feature-encoder"] = replace(settings, model=replace(model, freeze_feature_encoder=True))
         if model.adapters == "none":

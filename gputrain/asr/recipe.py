@@ -18,18 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gputrain.asr import model as networks
-from gputrain.asr.config import OptimizerName, TrainAsr
+from gputrain.asr.config import TrainAsr
 from gputrain.asr.evaluate import HeldOutSpeech
-from gputrain.engine.adamw_8bit import EightBitAdamW
 from gputrain.engine.distributed import BatchDraws
-from gputrain.engine.optim import Ema, FusedAdamW, adamw
+from gputrain.engine.optim import Ema, adamw
 from gputrain.engine.recipe import BatchStat, Phase, StepGroup, Term, Yielded
 from gputrain.hw.runtime import Runtime
 from gputrain.speech.buckets import ClipBatch, ClipSize
 from gputrain.speech.config import STRIDE, encoder_frames
 from gputrain.speech.training import BucketRecipe, fit_length
 
-ALGORITHMS: Mapping[OptimizerName, type[FusedAdamW]] = {"adamw": FusedAdamW, "adamw-8bit": EightBitAdamW}
 PEAK_SEARCH = 10_000  # Steps in which the one that leaves out the fewest layers is looked for.
 
 
@@ -108,7 +106,6 @@ class RecogniserRecipe(BucketRecipe):
             learning_rate=schedule.learning_rate,
             weight_decay=schedule.weight_decay,
             betas=(schedule.beta1, schedule.beta2),
-            algorithm=ALGORITHMS[schedule.optimizer],
         )
         # The phase's module holds the parameters that train, and not those that are frozen.
         self.phase = Phase("recogniser", (nn.ParameterList(trained),), optimizer)

@@ -3,8 +3,8 @@
 1. In the gradients of a batch (`step.accumulate`) nothing has stepped yet. The gradients are dropped and the random
    numbers restored; memory that only saves time is freed (CUDA graphs), or else the micro-batch is halved, for the rest
    of the run, and the same items are computed again. The run ends with an error if a single item does not fit.
-2. Before and after the gradients (the batch on its way to the device, the state of the optimizers, Muon's products,
-   8-bit averages), unused memory is released and the work is done again, once (`retried_once`).
+2. Before and after the gradients (the batch on its way to the device, the state of the optimizers, Muon's
+   products), unused memory is released and the work is done again, once (`retried_once`).
 3. Samples and evaluations are made again after memory was freed, and are skipped if that was not enough
    (callbacks/reports.py).
 4. Before memory runs out, from 95 % of the device on, unused memory is released, and if the next line of metrics finds

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from gputrain.engine import checkpoint
-from gputrain.engine.adamw_8bit import moment_bytes
 from gputrain.engine.checkpoint import Content, distinct_tensors, map_tensors, tensor_bytes, tensor_identity
 from gputrain.engine.recipe import phases_of
 from gputrain.engine.run_folder import PLAN, PlanFile, Run
@@ -335,7 +334,7 @@ def checkpoint_gb(state: TrainState) -> float:
     phases = phases_of(state.recipe)
     optimizers = max(
         tensor_bytes([phase.optimizer.state_dict() for phase in phases]),
-        sum(moment_bytes(phase.optimizer, parameter) for phase in phases for parameter in phase.trained_parameters()),
+        sum(8 * parameter.numel() for phase in phases for parameter in phase.trained_parameters()),  # AdamW's averages.
     )
     modules = tensor_bytes({name: module.state_dict() for name, module in state.recipe.modules.items()})
     return (modules + optimizers) / 1e9

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gputrain.engine.adamw_8bit import other_precision
 from gputrain.engine.checkpoint import Content, load_modules
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.nonfinite import NonfiniteSteps
@@ -132,8 +131,6 @@ def load_optimizer(name: str, optimizer: torch.optim.Optimizer, states: dict[str
         )
     saved, groups = states[name], optimizer.state_dict()["param_groups"]
     before, now = _algorithm(saved["param_groups"]), _algorithm(groups)
-    if before == now and other_precision(saved["state"], optimizer):
-        before, now = f"{before} of another precision", f"this {now}"
     if before != now:
         log.warning(
             "the %s was trained with %s and continues with %s: its weights are kept, and the gradient averages "

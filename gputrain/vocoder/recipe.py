@@ -24,8 +24,7 @@ from gputrain.audio.mel import log_mel
 from gputrain.audio.weight_norm import shared_weights
 from gputrain.engine.distributed import BatchDraws
 from gputrain.engine.gan import at_least_fp32
-from gputrain.engine.muon import muon_with_adamw
-from gputrain.engine.optim import Ema, adamw
+from gputrain.engine.optim import Ema, adamw, muon_with_adamw
 from gputrain.engine.recipe import ChainGradients, Phase, StepGroup, Term, Yielded
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.kind_work import PlanTarget

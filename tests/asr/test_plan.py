@@ -46,18 +46,14 @@ def test_a_plan_without_data_is_for_clips_of_the_length_that_was_asked_for(work,
 
 
 @pytest.mark.slow
-def test_full_fine_tuning_of_1b_fits_a_t4_only_with_averages_of_8_bits_and_lora_does():
+def test_full_fine_tuning_of_1b_does_not_fit_a_t4_and_lora_does():
     values = {"preset": "xls-r-1b", "clip_seconds": 5.4, "gpu": ["t4"], "batch_size": 32}
-    (full,), (small,), (lora,) = (
-        plan_cards(AsrWork(), assemble(PlanAsr, {**values, **changes}))
-        for changes in ({}, {"optimizer": "adamw-8bit"}, {"adapters": "lora"})
+    (full,), (lora,) = (
+        plan_cards(AsrWork(), assemble(PlanAsr, {**values, **changes})) for changes in ({}, {"adapters": "lora"})
     )
     assert not full.fit.fits
     assert full.fit.parts["parameters"] + full.fit.parts["gradients"] + full.fit.parts["optimizer"] > 15
-    for option in ("--adapters lora", "--optimizer adamw-8bit"):
-        assert any(remedy.startswith(f"{option} would take") for remedy in full.remedies)
-    assert small.fit.fits
-    assert small.fit.parts["optimizer"] == pytest.approx(full.fit.parts["optimizer"] * 65 / 256, rel=0.01)
+    assert any(remedy.startswith("--adapters lora would take") for remedy in full.remedies)
     assert lora.fit.fits
     assert lora.fit.parts["optimizer"] < 0.1
 

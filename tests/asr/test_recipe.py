@@ -12,8 +12,6 @@ from gputrain.asr.data import init_weights
 from gputrain.asr.model import logits
 from gputrain.asr.recipe import RecogniserRecipe
 from gputrain.config import assemble
-from gputrain.engine import adamw_8bit
-from gputrain.engine.checkpoint import tensor_bytes
 from gputrain.engine.run_folder import Run
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import gradients, update
@@ -170,16 +168,6 @@ def test_any_micro_batch_gives_the_same_weights(name, size, tmp_path):
     assert_split_changes_nothing(whole, split, load, range(3))
 
 
-def test_averages_of_8_bits_are_the_same_for_any_micro_batch_and_take_a_quarter(tmp_path, monkeypatch):
-    monkeypatch.setattr(adamw_8bit, "LEAST_NUMBERS", 256)
-    whole, split = (begin(tmp_path, optimizer="adamw-8bit", micro_batch_size=size) for size in (6, 4))
-    assert_split_changes_nothing(whole, split, load, range(3))
-    states = whole.recipe.phase.optimizer.state.values()
-    large = [state for state in states if "exp_avg_scale" in state]
-    assert len(large) > 10
-    assert all(tensor_bytes(state) == 4 + len(state["exp_avg"]) * 65 // 32 for state in large)
-
-
 def test_a_model_with_group_norm_keeps_the_padding_of_the_whole_batch(tmp_path):
     whole, split = (begin(tmp_path, GROUP, micro_batch_size=size) for size in (6, 2))
     assert_split_changes_nothing(whole, split, load, range(2))
@@ -299,11 +287,9 @@ def test_buckets_accumulate(tmp_path):
     assert all(value.isfinite() for value in update(state, batch, 0, 1e-3).values())
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw-8bit"])
-def test_a_resumed_training_is_the_undisturbed_one_bit_for_bit(optimizer, tmp_path, monkeypatch):
+def test_a_resumed_training_is_the_undisturbed_one_bit_for_bit(tmp_path):
     """Across the step from which the encoder trains."""
-    monkeypatch.setattr(adamw_8bit, "LEAST_NUMBERS", 256)
-    changes = {"dtype": torch.float32, "freeze_encoder_steps": 3, "layer_drop": 0.3, "optimizer": optimizer}
+    changes = {"dtype": torch.float32, "freeze_encoder_steps": 3, "layer_drop": 0.3}
     assert_resumed_is_undisturbed(lambda: begin(tmp_path, **changes), load, steps=5, stop=2, dropout=0.3)
 
 

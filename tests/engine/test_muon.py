@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gputrain.engine import muon
-from gputrain.engine.muon import Muon, muon_with_adamw, orthogonalised
+from gputrain.engine import optim
+from gputrain.engine.optim import Muon, muon_with_adamw, orthogonalised
 from gputrain.engine.schedule import Schedule
 from gputrain.hw.gpus import find_gpu
 from gputrain.hw.plan import Hardware, decide
@@ -117,9 +117,9 @@ def test_stacked_or_one_by_one(monkeypatch):
     for step in range(5):
         for moved in (together, apart, single):
             give_gradients(moved, step)
-        monkeypatch.setattr(muon, "STACKED_NUMBERS", 15 << 20)
+        monkeypatch.setattr(optim, "STACKED_NUMBERS", 15 << 20)
         optimizers[0].step()
-        monkeypatch.setattr(muon, "STACKED_NUMBERS", 2 * 24 * 40)
+        monkeypatch.setattr(optim, "STACKED_NUMBERS", 2 * 24 * 40)
         optimizers[1].step()
         for optimizer in alone:
             optimizer.step()
@@ -271,7 +271,7 @@ def test_a_step_that_runs_out_of_memory_is_repeated_in_parts(monkeypatch, place,
     to the rounding of the batched product. Where the gradients are not finite, nothing moves."""
     straight, undisturbed = mixed()
     cut, optimizer = mixed()
-    owner = torch if place == "stack" else muon if place == "orthogonalised" else torch.linalg
+    owner = torch if place == "stack" else optim if place == "orthogonalised" else torch.linalg
     name, failures = place.rpartition(".")[2], 0
     enough = getattr(owner, name)
 

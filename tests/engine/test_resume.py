@@ -10,8 +10,7 @@ from torch import nn
 from gputrain.config import assemble
 from gputrain.data_in.split import digests
 from gputrain.engine import checkpoint
-from gputrain.engine.muon import muon_with_adamw
-from gputrain.engine.optim import adamw
+from gputrain.engine.optim import adamw, muon_with_adamw
 from gputrain.engine.recipe import phases_of
 from gputrain.engine.run_folder import Run
 from gputrain.engine.schedule import Schedule
