@@ -1,13 +1,11 @@
 """`gputrain fetch`: the list of published starting points, and loading them ahead of time."""
 
 import shlex
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from gputrain.cli import ui
-from gputrain.cli.help_page import WIDEST
 from gputrain.config import ModelName, config, opt
 from gputrain.errors import UserError
 from gputrain.formatting import format_bytes
@@ -16,8 +14,6 @@ from gputrain.kinds import kinds
 if TYPE_CHECKING:
     from gputrain.fetch.names import CatalogueEntry
     from gputrain.kinds import PublishedFiles
-
-LONGEST_LINE = 1000  # Columns where nobody reads on a terminal.
 
 
 @config(panel="Fetch")
@@ -105,18 +101,15 @@ TITLES = {"vae": "Autoencoders", "vocoder": "Vocoders", "tts": "Voices", "asr": 
 def print_list(entries: Sequence["CatalogueEntry"]) -> None:
     """Print the entries below a title for each kind: a name with its size and licence, and a line on what it is."""
     width = max(len(entry.name) for entry in entries)
-    columns = min(ui.out.width, WIDEST) if ui.out.is_terminal else LONGEST_LINE
     for kind, title in TITLES.items():
         of_kind = [entry for entry in entries if entry.kind == kind]
         if of_kind:
             ui.out.print(f"[bold]{title}[/] ({kind})")
         for entry in of_kind:
-            name = f"  {entry.name:<{width}}  {format_bytes(entry.bytes) if entry.bytes else '?':>7}  "
+            size = format_bytes(entry.bytes) if entry.bytes else "?"
             licence = f"{entry.licence}, with a token" if entry.gated else entry.licence
-            lines = textwrap.wrap(licence, columns, initial_indent=name, subsequent_indent=" " * len(name))
-            lines += textwrap.wrap(entry.about, columns, initial_indent="    ", subsequent_indent="    ")
-            for line in lines:
-                ui.out.print(line, markup=False, soft_wrap=True)
+            line = f"  {entry.name:<{width}}  {size:>7}  {licence}\n    {entry.about}"
+            ui.out.print(line, markup=False, soft_wrap=True)
     ui.out.print("Options take these names. gputrain fetch NAME loads one.", soft_wrap=True)
 
 

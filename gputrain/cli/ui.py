@@ -16,9 +16,8 @@ from typing import IO, Any, NoReturn
 
 from rich import markup
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.status import Status
-from rich.text import Text
 
 from gputrain.caches import provide_home
 from gputrain.engine.stop import COMMAND_CLOCK, format_duration, interrupt_at_signals, leave_at_signals
@@ -34,9 +33,10 @@ USERS_ERRNOS = DISK_ERRNOS | {
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG, errno.ELOOP,
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENXIO, errno.ENODEV,
 }  # fmt: skip
+LINE_SECONDS = 30.0  # Time between lines of progress where no bar is drawn.
+SPEED_SECONDS = 3600.0  # The time that is left follows from the items of this time: some take minutes each.
 # Everything that changes a terminal or cannot be written as UTF-8. Continuation lines of a message are indented, which
 # distinguishes them from a line break in the name of a file.
-LINE_SECONDS = 30.0  # Time between lines of progress where no bar is drawn.
 UNPRINTABLE = re.compile(r"(?!\n  )[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
@@ -230,20 +230,18 @@ class TerminalBar:
     """A progress bar on a terminal, and elsewhere a line every half minute: `with TerminalBar("preparing") as bar:
     work(bar.update)`.
 
-    It shows the time that has passed, so that something moves even during long work without an update, and the time
-    that is left, which counts from the first update and not from the loading of models before.
+    It shows the time that has passed, and the time that is left, which counts from the first item and not from the
+    loading of models before.
     """
 
     def __init__(self, title: str, clock: Callable[[], float] = time.monotonic, *, shown: bool = True) -> None:
-        self.clock, self.began, self.title = clock, clock(), title
-        self.line_at = self.began + LINE_SECONDS  # Time of the next line where no bar is drawn.
+        self.clock, self.title = clock, title
+        self.line_at = clock() + LINE_SECONDS  # Time of the next line where no bar is drawn.
         self.draws_lines = shown and not err.is_terminal
-        # The time and the items that were done, at the first update and at the latest.
-        self.first: tuple[float, float] | None = None
-        self.latest = (0.0, 0.0)
         self.progress = Progress(
-            TextColumn(title), BarColumn(), TextColumn("{task.fields[count]}"), BarTimes(self),
-            console=err, transient=True, disable=not (shown and err.is_terminal),
+            TextColumn(title), BarColumn(), TextColumn("{task.fields[count]}"), TimeElapsedColumn(),
+            TimeRemainingColumn(), console=err, transient=True, disable=not (shown and err.is_terminal),
+            get_time=clock, speed_estimate_period=SPEED_SECONDS,
         )  # fmt: skip
         self.task = self.progress.add_task(title, total=None, count="")
 
@@ -256,34 +254,13 @@ class TerminalBar:
 
     def update(self, done: float, total: int | None) -> None:
         """Show that `done` items of `total` are done, which may be unknown; parts of an item count."""
-        self.latest = (self.clock(), done)
-        self.first = self.first or self.latest
         count = f"{int(done)}" if total is None else f"{int(done)}/{total}"
         self.progress.update(self.task, completed=done, total=total, count=count)
-        if self.draws_lines and self.latest[0] >= self.line_at:
-            self.line_at = self.latest[0] + LINE_SECONDS
-            err.print(f"{self.title}: {count}, {self.times()}", soft_wrap=True)
-
-    def times(self) -> str:
-        """Return the time that has passed, and the time that is left once it can be told."""
-        now, total = self.clock(), self.progress.tasks[0].total
-        passed = format_duration(now - self.began)
-        if self.first is None or total is None or self.latest[1] <= self.first[1]:
-            return passed
-        (first, before), (latest, done) = self.first, self.latest
-        left = (latest - first) / (done - before) * (total - done) - (now - latest)
-        return f"{passed}, {format_duration(max(0.0, left))} left"
-
-
-class BarTimes(ProgressColumn):
-    """The times of a TerminalBar."""
-
-    def __init__(self, bar: TerminalBar) -> None:
-        self.bar = bar
-        super().__init__()
-
-    def render(self, task: Task) -> Text:
-        return Text(self.bar.times(), style="progress.remaining")
+        if self.draws_lines and self.clock() >= self.line_at:
+            self.line_at = self.clock() + LINE_SECONDS
+            task = self.progress.tasks[0]
+            left = "" if task.time_remaining is None else f", {format_duration(task.time_remaining)} left"
+            err.print(f"{self.title}: {count}, {format_duration(task.elapsed or 0.0)}{left}", soft_wrap=True)
 
 
 class TerminalOutput:
