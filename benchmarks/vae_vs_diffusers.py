@@ -47,8 +47,7 @@ from gputrain.planner.memory.timeline import MemoryTimeline
 from gputrain.planner.time.roofline import DeviceRates, busy_seconds
 from gputrain.vae.architecture import PRESETS, VaeArchitecture
 from gputrain.vae.losses import kl_divergence
-from gputrain.vae.model import AutoencoderKL
-from gputrain.vae.recipe import compile_layers
+from gputrain.vae.model import AutoencoderKL, compile_layers
 
 KL_WEIGHT = 1e-6
 SIDES = ("stock", "stock-checkpointing", "ours", "ours-checkpointing")

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from gputrain.engine.data import Sample
 from gputrain.formatting import counted
 from gputrain.vae.architecture import VaeArchitecture
+from gputrain.vae.config import TrainVae
 from gputrain.vae.dataset import CropDataset, Picture, to_unit
 from gputrain.vae.model import Attention, AutoencoderKL, Downsample, ResnetBlock, Upsample
 
@@ -213,6 +214,12 @@ def signals_of(architecture: VaeArchitecture) -> tuple[int, ...]:
         min(channels << 2 * level, max(3, channels) << level, width // 2) for level, width in enumerate(widths[:-2], 1)
     ]
     return (*inner, min(architecture.latent_channels, latents))
+
+
+def has_good_start(settings: TrainVae) -> bool:
+    """Returns whether what learns begins with pretrained weights or a linear code, and not with random weights."""
+    model = settings.model
+    return model.init_from is not None or (model.start == "linear" and bool(signals_of(settings.architecture)))
 
 
 # ---------------------------------------------------------------------------------------------------- weights

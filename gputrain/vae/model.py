@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from gputrain.engine.gan import at_least_fp32
+from gputrain.hw.runtime import Runtime
 from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.attention import attention
 from gputrain.vae.memory_efficient_layers import (
@@ -139,6 +140,15 @@ def blocks(model: AutoencoderKL) -> list[nn.Module]:
     """Returns the blocks between the first and the last convolution of encoder and decoder, in order of execution."""
     coders = (coder for coder in (model.encoder, model.decoder) if isinstance(coder, (Encoder, Decoder)))
     return [block for coder in coders for block in (*coder.blocks(), coder.head)]
+
+
+def compile_layers(model: AutoencoderKL, runtime: Runtime) -> None:
+    """Compiles the elementwise functions between the convolutions, and plain layers block by block; without effect if
+    the runtime does not compile."""
+    if not model.recompute_norms:
+        runtime.compile_modules(blocks(model))
+    elif runtime.plan.compile.value:
+        model.use(Arithmetic.compiled(runtime.compile))
 
 
 class Encoder(nn.Module):

@@ -27,11 +27,10 @@ from gputrain.vae import losses
 from gputrain.vae.config import TrainVae
 from gputrain.vae.dataset import as_rgb, to_unit
 from gputrain.vae.evaluate import HeldOutPictures
-from gputrain.vae.linear_start import signals_of
+from gputrain.vae.linear_start import has_good_start
 from gputrain.vae.losses import Lpips, PatchDiscriminator, crop, crop_corners
 from gputrain.vae.memory_efficient_layers import Features
-from gputrain.vae.model import AutoencoderKL, Upsample, blocks
-from gputrain.vae.norm_arithmetic import Arithmetic
+from gputrain.vae.model import AutoencoderKL, Upsample, blocks, compile_layers
 
 # The first steps move the mean colours up and down by several levels, because Adam changes all weights that they depend
 # on in the same direction. The average over a hundred steps has none of it.
@@ -106,8 +105,10 @@ class VaeRecipe:
         the adversarial loss computes none for the weights of the discriminator."""
         autoencoder = self.autoencoder
         learning: tuple[nn.Module, ...] = (autoencoder,)
+        # An encoder that is given stays as it is, so that a denoiser that knows its latents can use the new decoder.
         if self.settings.model.train_part != "all":
             learning = (autoencoder.decoder, autoencoder.post_quant_conv)
+        # The autoencoder has Adam's usual betas. VQGAN's, 0.5 and 0.9, are the discriminator's, whose target moves.
         phase = Phase("autoencoder", learning, self._adamw(learning, betas=(0.9, 0.999)), self.update_adaptive_weight)
         # The kernels of upsampling layers are summed before they are cast.
         weights = layer_weights([autoencoder], [m for m in autoencoder.modules() if isinstance(m, Upsample)])
@@ -177,11 +178,14 @@ class VaeRecipe:
         """
         images_BCHW = to_unit(batch.images_BCHW).to(self.dtype)
         trains_encoder = self.settings.model.train_part == "all"
+        # An encoder that is not trained keeps no activations. The decoder still learns from sampled latents, not means.
         with torch.set_grad_enabled(trains_encoder):
             moments = self.autoencoder.encode(images_BCHW)
+        # On these leaves, the gradients of the decoder and of the KL divergence add up before they reach the encoder.
         mean_BLhw, logvar_BLhw = (moment.detach().requires_grad_() for moment in moments)
         # No variable holds the latents beyond the decoding: its graph keeps what the gradients need of them.
         decoded_BCHW = self.autoencoder.decode(sampled(mean_BLhw, logvar_BLhw, batch.noise_BLhw))
+        # The leaf of all losses on the picture, in fp32: in bf16, the difference of close levels would have a few bits.
         made_BCHW = gan.at_least_fp32(decoded_BCHW.detach()).requires_grad_()
         if batch.made_BCHW is not None:
             batch.made_BCHW.copy_(made_BCHW.detach())
@@ -189,14 +193,17 @@ class VaeRecipe:
         yield from self.picture_terms(made_BCHW, images_BCHW, batch)
         gradient_BCHW = _gradient(made_BCHW)
         if self._autoencoder_meets_adversary(step):
+            # The discriminator scores a copy of its own, so that its gradient is measured, and weighted, by itself. Its
+            # weights require no gradients in this group.
             scored_BCHW = made_BCHW.detach().requires_grad_()
             logits = self.discriminator(scored_BCHW)
             loss_B = gan.generator_loss("hinge", logits)
-            yield Term("adversarial", loss_B.sum() / batch.global_items)
+            yield Term("adversarial", loss_B.sum() / batch.global_items)  # Its gradient is weighted below.
             adversarial_BCHW = _gradient(scored_BCHW)
             # VQGAN's adaptive weight is |gradient of the other losses| / |gradient of the adversarial one|, here on the
             # picture. A ratio over a micro-batch would depend on the split: the squares are summed over the whole
-            # batch, and the ratio weights the next step, in which it is a constant.
+            # batch, and the ratio weights the next step, in which it is a constant. Before the first ratio it is 0, and
+            # a step with a non-finite gradient leaves it as it was.
             yield BatchStat("squares_of_others", gradient_BCHW.square().sum())
             yield BatchStat("squares_of_adversary", adversarial_BCHW.square().sum())
             weight = self.weights["adversarial"] * self.balance.weight
@@ -205,6 +212,8 @@ class VaeRecipe:
 
         if not trains_encoder:
             return
+        # The KL divergence is divided by the values of a picture, over which the other losses are means: so its weight
+        # means the same at any size. Its gradient joins the decoder's on the moments.
         values = images_BCHW[0].numel()
         kl = losses.kl_divergence(mean_BLhw, logvar_BLhw, values).sum() / batch.global_items
         yield Term("kl", kl, self.weights["kl"])
@@ -218,6 +227,7 @@ class VaeRecipe:
             yield Term(pixels, distance_B.sum() / batch.global_items, self.weights[pixels])
         if self.lpips is not None:
             if batch.top_B is not None and batch.left_B is not None:
+                # The corners came with the batch: a picture has the same crop in any micro-batch.
                 made_BCHW, images_BCHW = (
                     crop(pictures, batch.top_B, batch.left_B, LPIPS_CROP) for pictures in (made_BCHW, images_BCHW)
                 )
@@ -236,13 +246,16 @@ class VaeRecipe:
         if batch.made_BCHW is None:
             return
         images_BCHW = to_unit(batch.images_BCHW).to(self.dtype)
-        # In one pass, whose weights are cast and whose kernels are launched once.
+        # The reconstructions are values that the autoencoder's phase has kept, without a graph: no gradient reaches the
+        # autoencoder. Both are scored in one pass, whose weights are cast and whose kernels are launched once; as no
+        # norm couples items, the logits are those of two passes.
         logits = self.discriminator(torch.cat([images_BCHW, batch.made_BCHW.to(self.dtype)]))
         real, fake = logits.split(len(images_BCHW))
+        # LeCam's averages are over the whole batch, so each part yields its share of the mean.
         yield BatchStat("real_logits", gan.per_item(real.detach()).sum() / batch.global_items)
         yield BatchStat("fake_logits", gan.per_item(fake.detach()).sum() / batch.global_items)
         loss_B = gan.discriminator_loss("hinge", real, fake)
-        if self.weights["lecam"]:
+        if self.weights["lecam"]:  # It holds logits near the averages of earlier steps, which are constants.
             loss_B = loss_B + self.weights["lecam"] * self.balance.lecam(real, fake)
         yield Term("real_fake", loss_B.sum() / batch.global_items)
 
@@ -312,12 +325,6 @@ class VaeRecipe:
         return self.held_out.evaluate(self.best_model, self.runtime)
 
 
-def has_good_start(settings: TrainVae) -> bool:
-    """Returns whether what learns begins with pretrained weights or a linear code, and not with random weights."""
-    model = settings.model
-    return model.init_from is not None or (model.start == "linear" and bool(signals_of(settings.architecture)))
-
-
 def build_autoencoder(settings: TrainVae, runtime: Runtime) -> AutoencoderKL:
     model = AutoencoderKL(
         settings.architecture,
@@ -326,15 +333,6 @@ def build_autoencoder(settings: TrainVae, runtime: Runtime) -> AutoencoderKL:
     )
     runtime.place(model)
     return model
-
-
-def compile_layers(model: AutoencoderKL, runtime: Runtime) -> None:
-    """Compiles the elementwise functions between the convolutions, and plain layers block by block; without effect if
-    the runtime does not compile."""
-    if not model.recompute_norms:
-        runtime.compile_modules(blocks(model))
-    elif runtime.plan.compile.value:
-        model.use(Arithmetic.compiled(runtime.compile))
 
 
 def sampled(mean_BLhw: Tensor, logvar_BLhw: Tensor, noise_BLhw: Tensor) -> Tensor:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gputrain.vae.architecture import PRESETS, VaeArchitecture, VaePreset
-from gputrain.vae.model import Attention, AutoencoderKL, Downsample, Head, ResnetBlock, Upsample, blocks
-from gputrain.vae.recipe import compile_layers
+from gputrain.vae.model import Attention, AutoencoderKL, Downsample, Head, ResnetBlock, Upsample, blocks, compile_layers
 from tests.tables import each_row, slow
 from tests.toy import cpu_runtime
 
