@@ -73,6 +73,8 @@ LEFT_OUT: Mapping[str, Mapping[str, LeftOut]] = {
         "batch_seconds": LIMIT,
         "attention_dropout": DROPOUT,
         "final_dropout": DROPOUT,
+        "mask_feature_prob": LeftOut(0.0, "leave it out: SpecAugment masks frames, mask_time_prob"),
+        "mask_feature_length": LeftOut(10, "leave it out: SpecAugment masks frames, mask_time_length"),
         "optimizer": LeftOut("adamw", "leave it out: AdamW trains; --adapters lora takes less memory"),
         "num_text_samples": LeftOut(8, "leave it out: the transcripts of 8 clips are shown", False),
         "speed_change": LeftOut(0.0, NOISE),

@@ -118,10 +118,6 @@ class Masking:
         default=0.05, help="Share of masked frames; 0 is off. Overlaps of spans make it less.", min=0, max=1
     )
     mask_time_length: int = advanced(default=10, help="Frames of a masked span.", min=1)
-    mask_feature_prob: float = advanced(
-        default=0.0, help="Share of channels in masked spans; 0 is off. Overlaps of spans make it less.", min=0, max=1
-    )
-    mask_feature_length: int = file_key(default=10, help="Channels of a masked span.", min=1)
 
 
 @config(panel="Training")

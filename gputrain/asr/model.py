@@ -29,7 +29,6 @@ class ForwardOptions:
     """Options of a forward pass: what it leaves out, masks, and keeps for the backward pass."""
 
     mask_BT: Tensor | None = None  # Frames that are replaced by the model's mask vector.
-    mask_BC: Tensor | None = None  # Channels that are set to zero.
     dropped_layers: frozenset[int] = frozenset()
     checkpoints: bool = False  # True: layers are recomputed in the backward pass.
     trains_features: bool = False  # True: the feature encoder is part of the graph.
@@ -106,8 +105,6 @@ def encode(model: Any, wave_BL: Tensor, frames_B: Tensor | None, options: Forwar
     if options.mask_BT is not None:
         masked = options.mask_BT[:, :, None]
         hidden_BTC = torch.where(masked, model.wav2vec2.masked_spec_embed.to(hidden_BTC.dtype), hidden_BTC)
-    if options.mask_BC is not None:
-        hidden_BTC = hidden_BTC.masked_fill(options.mask_BC[:, None], 0)
     if frames_B is not None:
         inside_BT = torch.arange(hidden_BTC.shape[1], device=hidden_BTC.device) < frames_B[:, None]
         hidden_BTC = hidden_BTC.masked_fill(~inside_BT[:, :, None], 0)

@@ -39,7 +39,6 @@ class UtteranceBatch:
     frames_B: Tensor
     labels_BS: Tensor
     mask_BT: Tensor | None  # frames that SpecAugment replaces
-    mask_BC: Tensor | None  # channels that it sets to zero
     frames: tuple[int, ...]  # frames_B and the numbers of labels as host integers, to avoid device syncs
     labels: tuple[int, ...]
     dropped_layers: frozenset[int]
@@ -67,7 +66,6 @@ class UtteranceBatch:
             frames_B=self.frames_B[items],
             labels_BS=self.labels_BS[items, : max(labels)],
             mask_BT=None if self.mask_BT is None else self.mask_BT[items, :most],
-            mask_BC=None if self.mask_BC is None else self.mask_BC[items],
             frames=frames,
             labels=labels,
         )
@@ -146,22 +144,17 @@ class RecogniserRecipe(BucketRecipe):
         # Samples after the last whole frame count for the mean and the variance only.
         wave_BL = wave_BL[:, :longest] if longest else networks.cropped(wave_BL, max(frames))
         frames_B = networks.frame_counts(samples_B)
-        # SpecAugment: spans of frames get the model's mask vector, spans of channels zeros.
-        mask_BT = mask_BC = None
+        # SpecAugment: spans of frames get the model's mask vector.
+        mask_BT = None
         if masking.mask_time_prob:
             most, share = max(clips.frames), masking.mask_time_prob
             mask_BT = masked_spans(draws, frames_B, most, share=share, length=masking.mask_time_length)
             mask_BT = mask_BT[:, : encoder_frames(wave_BL.shape[1])]
-        if masking.mask_feature_prob:
-            width, share = int(self.model.config.hidden_size), masking.mask_feature_prob
-            widths_B = torch.full_like(frames_B, width)
-            mask_BC = masked_spans(draws, widths_B, width, share=share, length=masking.mask_feature_length)
         return UtteranceBatch(
             wave_BL=wave_BL,
             frames_B=frames_B,
             labels_BS=labels_BS,
             mask_BT=mask_BT,
-            mask_BC=mask_BC,
             frames=frames,
             labels=labels,
             dropped_layers=self._dropped(step),
@@ -190,7 +183,6 @@ class RecogniserRecipe(BucketRecipe):
         most = batch.most_frames
         options = networks.ForwardOptions(
             mask_BT=batch.mask_BT,
-            mask_BC=batch.mask_BC,
             dropped_layers=batch.dropped_layers,
             checkpoints=bool(self.settings.model.gradient_checkpointing),
             trains_features=self.settings.model.trains_features,

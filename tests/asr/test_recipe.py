@@ -147,7 +147,7 @@ def test_gradients_in_fp32_differ_by_rounding():
 
 
 VARIANTS = {
-    "whole": {"freeze_feature_encoder": False, "layer_drop": 0.3, "mask_feature_prob": 0.2},
+    "whole": {"freeze_feature_encoder": False, "layer_drop": 0.3, "mask_time_prob": 0.2},
     "frozen": {"freeze_feature_encoder": True, "freeze_encoder_steps": 1},
     "lora": {"adapters": "lora", "lora_rank": 2},
     "attention": {"adapters": "attention"},

@@ -62,7 +62,7 @@ def recogniser(runtime: Runtime) -> tuple[RecogniserRecipe, Callable[[int], Any]
     of the voice: two of four ranks have no part in some."""
     recipe = recognisers.make(
         runtime=runtime, accumulation_steps=2, layer_drop=0.3, mask_time_prob=0.3, mask_time_length=3,
-        mask_feature_prob=0.1, freeze_encoder_steps=2,
+        freeze_encoder_steps=2,
     )  # fmt: skip
 
     def load(step: int) -> list[ClipBatch]:

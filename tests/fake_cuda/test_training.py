@@ -62,7 +62,7 @@ QUICK: dict[str, Case] = {
     "vae, checkpointing, lpips, fp16": (
         vae(gradient_checkpointing=True, **LPIPS), Hardware(use_torch_compile=False, precision="fp16"), 4, 1
     ),
-    "recogniser": (recogniser(ema_decay=0.9, layer_drop=0.1, mask_feature_prob=0.1), EAGER, 2, 3),
+    "recogniser": (recogniser(ema_decay=0.9, layer_drop=0.1), EAGER, 2, 3),
     "vocoder": (vocoder(mini_nsf=True, **AUGMENTED, generator_optimizer="muon", batch_size=2), EAGER, 2, 2),
 }  # fmt: skip
 

@@ -87,7 +87,7 @@ def planned(kind: str, changes: dict[str, Any]) -> tuple[Any, Any]:
         slow("tts", {"precision": "bf16", "speakers": 2}, False),
         ("asr", {}, False), ("asr", {"adapters": "lora"}, False),
         ("asr", {"adapters": "lora", "hidden_dropout": 0.1}, True),
-        slow("asr", {"ema_decay": 0.9, "layer_drop": 0.3, "mask_feature_prob": 0.1}, True),
+        slow("asr", {"ema_decay": 0.9, "layer_drop": 0.3}, True),
         slow("asr", {"adapters": "attention"}, True),
         slow("asr", {"freeze_encoder_steps": 5, "freeze_feature_encoder": True, "hidden_dropout": 0.1}, False),
     ],
