@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_leaves
 
 from gputrain.autoconfig.dataset import SAMPLING_RATE, DatasetProfile, TensorShape, leaves
 from gputrain.errors import UserError
@@ -49,17 +50,11 @@ def output_loss(model: Any, batch: Any) -> Tensor:
         return loss.float().reshape(())
     if isinstance(logits, Tensor):
         return -torch.log_softmax(logits.float(), -1).mean()
-    found = [leaf for leaf in _tensors(out) if leaf.is_floating_point() and leaf.requires_grad]
+    tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    found = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.requires_grad]
     if not found:
         raise UserError(f"{type(model).__name__} returns nothing that has a gradient", hint="pass loss=")
     return torch.stack([leaf.float().square().mean() for leaf in found]).sum()
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    if isinstance(tree, Tensor):
-        return [tree]
-    inside = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ()
-    return [tensor for part in inside for tensor in _tensors(part)]
 
 
 # --------------------------------------------------------------------------------------------------- signature
@@ -181,18 +176,16 @@ def _of_named_items(model: nn.Module, signature: Signature, named: dict[str, Any
     """Returns the tensors that the model takes by name; else all of them as one argument, or the largest alone."""
     taken = {name: leaf for name, leaf in named.items() if signature.takes([name])}
     missing = [name for name in signature.required if name not in taken]
-    others = sorted(set(named) - set(taken), key=lambda name: -sum(leaf.bytes for leaf in leaves(named[name])))
     if taken and not missing:
         return [_guess(taken)]
-    if len(missing) > 1 or (missing and not others):
+    if taken or len(missing) > 1:
         raise UserError(
             f"{type(model).__name__} takes {', '.join(signature.required)}, and the items of the dataset have "
             f"{', '.join(named)}",
             hint="give the items the names that forward has, or pass batch=",
         )
-    if taken:
-        return [_guess({**taken, missing[0]: named[others[0]]})]
-    return [_guess(named), _guess(named[others[0]])]
+    largest = max(named.values(), key=lambda leaf: sum(part.bytes for part in leaves(leaf)))
+    return [_guess(named), _guess(largest)]
 
 
 # -------------------------------------------------------------------------------------- batches of transformers

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from gputrain.autoconfig.inputs import BatchGuess
+from gputrain.autoconfig.settings import Optimizer
 from gputrain.errors import UserError
 from gputrain.planner.memory.fit import MemoryModel
 from gputrain.planner.memory.predict import DoesNotRun, MemoryEstimate, memory_model_of, predict_step
 from gputrain.planner.memory.torch_model import (
     Loss,
-    Optimizer,
     Precision,
     compares_items,
     measure_training_memory,

@@ -32,14 +32,14 @@ from gputrain.autoconfig.inputs import (
 from gputrain.autoconfig.lengths import LengthLimit, OverLong, is_over, limit_length
 from gputrain.autoconfig.memory_models import MemoryModels
 from gputrain.autoconfig.recovery import MicroBatchLimit, Reduction, memory_callback, recovering, watched_first
-from gputrain.autoconfig.settings import OptimalConfig
+from gputrain.autoconfig.settings import OptimalConfig, Optimizer
 from gputrain.errors import UserError
 from gputrain.hw.gpus import find_gpu, smallest_gpu
 from gputrain.hw.plan import Hardware, decide, workers
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.ranks import Ranks, weakest_of
 from gputrain.planner.memory.fit import Fit, MemoryBudget, fit
-from gputrain.planner.memory.torch_model import Loss, Optimizer, Precision, batch_statistics, can_checkpoint
+from gputrain.planner.memory.torch_model import Loss, Precision, batch_statistics, can_checkpoint
 from gputrain.planner.model_planner import memory_budget, published_rates, unknown_gpu
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def create_optimal_config(
         )
     if not 0 <= vram_gb < math.inf:
         raise UserError(f"a card of {vram_gb} GB", hint="choose the memory of a GPU in GB, or leave it out")
-    for value, choices in ((over_long, ("auto", *get_args(OverLong))), (optimizer, get_args(Optimizer))):
+    for value, choices in ((over_long, ("auto", *get_args(OverLong))), (optimizer, settings.OPTIM)):
         if value not in choices:
             raise UserError(f"{value!r} is not a choice", hint=f"choose one of {', '.join(choices)}")
     gpus = count_gpus(gpus, target_batch_size)
@@ -367,10 +367,8 @@ class Planner:
         if fitting >= SHORTEST_SECONDS:
             remedies.append(f"clips of at most {fitting:.1f} s fit (max_duration_seconds)")
         if fixed_gb > budget.budget_gb:
-            most = sum(p.numel() for p in found.model.parameters()) * budget.budget_gb / fixed_gb
             remedies.append(
-                f"weights, gradients and optimizer state alone take {fixed_gb:.3g} GB: a model of about "
-                f"{most / 1e6:.3g} M parameters would be the largest"
+                f"weights, gradients and optimizer state alone take {fixed_gb:.3g} GB: train a smaller model"
             )
         memory_gb = machine.gpu_memory_gb or machine.ram_gb
         if card := smallest_gpu(need_gb / budget.budget_gb * memory_gb):

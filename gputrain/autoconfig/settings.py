@@ -6,20 +6,18 @@ Imports no torch. GB is 1e9 bytes.
 import dataclasses
 import inspect
 import json
-import logging
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gputrain.autoconfig.lengths import OverLong
 from gputrain.errors import UserError, import_package
 from gputrain.serialization import from_json, unreadable
 
-log = logging.getLogger(__name__)
-
 FORMAT = "gputrain optimal config 1"  # Marks the file.
-OPTIM = {"adamw": "adamw_torch", "sgd": "sgd"}  # Names of our optimizers in TrainingArguments; it has no Muon.
+Optimizer = Literal["adamw", "sgd"]  # Those that TrainingArguments has, too.
+OPTIM: dict[Optimizer, str] = {"adamw": "adamw_torch", "sgd": "sgd"}  # Their names there.
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class OptimalConfig:
     gpus: int = 1  # GPUs that train together.
     splits: tuple[BatchSplit, ...] = ()  # Changes that running out of memory has caused.
     drop_last: bool = False  # The last micro-batch of an epoch would have too few items for BatchNorm.
-    optimizer: str = "adamw"  # The one that the memory is planned with.
+    optimizer: Optimizer = "adamw"  # The one that the memory is planned with.
 
     def __str__(self) -> str:
         """Returns a table of the settings with their reasons, for a terminal of 80 columns."""
@@ -77,9 +75,9 @@ class OptimalConfig:
     def training_arguments(self, *, by_length: bool = False) -> dict[str, Any]:
         """Returns keyword arguments for the TrainingArguments of the installed transformers, 4.5x or 5.x.
 
-        The optimizer is the planned one; of Muon, which TrainingArguments does not have, a warning is logged.
-        `by_length`: for `Planner.train_with_recovery(trainer, config=config)`, which takes whole batches of clips of
-        similar lengths, and divides them into micro-batches itself. Raises UserError if transformers is not installed.
+        The optimizer is the planned one. `by_length`: for `Planner.train_with_recovery(trainer, config=config)`, which
+        takes whole batches of clips of similar lengths, and divides them into micro-batches itself. Raises UserError if
+        transformers is not installed.
         """
         accepted = inspect.signature(import_package("transformers", extra="transformers").TrainingArguments).parameters
         arguments: dict[str, Any] = {
@@ -94,14 +92,11 @@ class OptimalConfig:
             "dataloader_num_workers": self.dataloader_num_workers,
             "dataloader_persistent_workers": self.dataloader_num_workers > 0,
             "dataloader_drop_last": self.drop_last,
+            "optim": OPTIM[self.optimizer],
         }
         checkpointing = (
             "activation_checkpointing" if "activation_checkpointing" in accepted else "gradient_checkpointing"
         )
-        if self.optimizer in OPTIM:
-            arguments["optim"] = OPTIM[self.optimizer]
-        else:
-            log.warning("TrainingArguments has no %s: pass it to the Trainer with optimizers=", self.optimizer)
         arguments[checkpointing] = self.gradient_checkpointing
         if self.gradient_checkpointing:
             arguments[f"{checkpointing}_kwargs"] = {"use_reentrant": False}

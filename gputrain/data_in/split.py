@@ -10,7 +10,7 @@ import hashlib
 import logging
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, zip_longest
@@ -292,12 +292,8 @@ def split_folders(
         if left_out := len(part.train) - len(kept):
             log.info("%s: %d items are left out, as another folder holds them out", folder.path, left_out)
         train.append(kept)
-    held_out = list(_alternating([part.held_out for part in own if shared or not part.shared]))
+    # They alternate between the folders, so that the first few come from all.
+    rows = zip_longest(*(part.held_out for part in own if shared or not part.shared))
+    held_out = [item for row in rows for item in row if item is not None]
     parts = Split([item for items in train for item in items], held_out, shared)
     return FolderItems(folders, parts, tuple(map(len, train)))
-
-
-def _alternating(lists: Sequence[Sequence[T]]) -> Iterator[T]:
-    absent: Any = object()
-    for row in zip_longest(*lists, fillvalue=absent):
-        yield from (item for item in row if item is not absent)

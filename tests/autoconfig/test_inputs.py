@@ -173,7 +173,6 @@ class Chosen(nn.Module):
 
 @each_row(
     (Two(), [{"picture": torch.zeros(3, 8, 8), "text": [1, 2], "label": 1}], {"picture": (2, 3, 8, 8), "text": (2, 2)}),
-    (Two(), [{"image": PICTURES[0], "text": [1, 2]}], {"text": (2, 2), "picture": (2, 3, 48, 64)}),
     (Two(), [{"audio": SPOKEN[0]["audio"], "text": [1, 2]}], {"text": (2, 2), "picture": (2, 32_000)}),
     (Two(), [(torch.zeros(3, 8, 8), torch.zeros(5), torch.ones(5), 1)], [(2, 3, 8, 8), (2, 5), (2, 5)]),
     (Chosen(), [(torch.zeros(4), torch.zeros(4))], [(2, 4), (2, 4)]),
@@ -236,6 +235,8 @@ def test_what_cannot_be_guessed_asks_for_a_batch():
     assert "batch=" in error.value.hint
     with pytest.raises(UserError, match="Two takes picture, text, and the items of the dataset have x"):
         batch_guesses(Two(), profile_dataset([{"x": torch.zeros(3)}]))
+    with pytest.raises(UserError, match="Two takes picture, text, and the items of the dataset have image, text"):
+        batch_guesses(Two(), profile_dataset([{"image": PICTURES[0], "text": [1, 2]}]))
 
 
 def test_the_loss_on_what_a_model_gives():

@@ -4,7 +4,6 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -121,7 +120,6 @@ def test_what_does_not_fit_says_by_how_much_and_what_would_help():
         plan_on_cpu(Items(5, 2 * 10**9), Scaled(2 * 10**9), 32, 24)
     alone = 1.05 * 4 * 2 * 4
     assert f"weights, gradients and optimizer state alone take {alone:.3g} GB" in error.value.hint
-    assert f"a model of about {2e3 * 20.4 / alone:.3g} M parameters" in error.value.hint
 
 
 @each_row(
@@ -133,7 +131,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would_help():
     ({"max_duration_seconds": -1}, "clips of at most -1 s"),
     ({"vram_gb": -1}, "a card of -1 GB"),
     ({"over_long": "burn"}, "'burn' is not a choice"),
-    ({"optimizer": "adam"}, "'adam' is not a choice"),
+    ({"optimizer": "muon"}, "'muon' is not a choice"),
     ({"dataset": []}, "the dataset is empty"),
     ({"dataset": [1.0, -2.0]}, "clip 1: a length of -2 seconds"),
     ({"gpu": "rtx4009"}, "unknown GPU 'rtx4009'"),
@@ -366,16 +364,13 @@ def test_weights_in_16_bit_are_refused_where_no_step_could_be_taken():
     create_optimal_config(Items(50, 1000), frozen, 4, gpu="t4", loss=lambda m, x: m[0](x).sum())
 
 
-def test_arguments_for_the_trainer_are_those_of_the_plan(caplog):
+def test_arguments_for_the_trainer_are_those_of_the_plan():
     """The evaluation takes the planned micro-batch, not 8, and the optimizer is the planned one."""
     config, _ = create_optimal_config(Items(50, 20_000_000), Scaled(20_000_000), 32, gpu="t4", optimizer="sgd")
     arguments = config.training_arguments()
     assert arguments["per_device_eval_batch_size"] == config.per_device_train_batch_size < 32
     assert config.training_arguments(by_length=True)["per_device_eval_batch_size"] < 32
     assert (arguments["optim"], arguments["eval_accumulation_steps"]) == ("sgd", 1)
-    assert not caplog.text
-    assert "optim" not in replace(config, optimizer="muon").training_arguments()
-    assert "TrainingArguments has no muon" in caplog.text
     table = str(config).splitlines()
     assert max(map(len, table)) <= 80
     assert {line.split()[0] for line in table[1:] if line[0] != " "} == config.reasons.keys()
