@@ -270,17 +270,15 @@ def _has_sound(item: Any) -> bool:
     """Returns True for items with a sound. Beside many other inputs of a model, input_values need not be a wave, and
     with two axes they are a spectrogram."""
     if not isinstance(item, Mapping):
-        return is_waveform(item)
+        return False
     if "audio" in item:
         return True
     wave = item.get("input_values")
     return len(item) <= 4 and wave is not None and (np.ndim(wave) == 1 or len(wave) == 1)
 
 
-def _beside_sound(item: Any) -> dict[str, Any] | None:
+def _beside_sound(item: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns the tensors beside the sound of an item, by name."""
-    if not isinstance(item, Mapping):
-        return None
     found = {name: _size_of_value(value) for name, value in item.items() if name not in SOUND_KEYS}
     return {name: size for name, size in found.items() if size is not None} or None
 
@@ -309,29 +307,15 @@ class Sound(NamedTuple):
         return self.samples / self.sampling_rate
 
 
-def is_waveform(item: Any) -> bool:
-    """Returns True for items of the form (wave, sampling rate, ...), as in torchaudio's datasets."""
-    return (
-        isinstance(item, tuple)
-        and len(item) > 1
-        and hasattr(item[0], "shape")
-        and isinstance(item[1], int)
-        and 4000 <= item[1] <= 192_000
-        and len(item[0].shape) in (1, 2)
-    )
-
-
 def sound_of(item: Any) -> Sound:
     """Returns the decoded sound of an item. Raises UserError if the item has none."""
-    if is_waveform(item):
-        return Sound(item[0], item[1])
     if isinstance(item, Mapping) and "audio" in item:
         return _decoded(item["audio"])
     if isinstance(item, Mapping) and "input_values" in item:
         return Sound(np.asarray(item["input_values"]), SAMPLING_RATE)
     raise UserError(
         f"an item of the dataset is a {type(item).__name__} without a sound",
-        hint="items need a column audio, a column input_values, or the form (wave, sampling rate, ...)",
+        hint="items need a column audio, or a column input_values",
     )
 
 
@@ -359,8 +343,6 @@ def _decoded(sound: Any) -> Sound:
 
 def with_sound(item: Any, sound: Sound) -> Any:
     """Returns the item with another sound in place of its own."""
-    if is_waveform(item):
-        return (sound.wave_T, sound.sampling_rate, *item[2:])
     decoded = {"array": sound.wave_T, "sampling_rate": sound.sampling_rate}
     if "audio" in item:
         path = {"path": item["audio"].get("path")} if isinstance(item["audio"], Mapping) else {}
@@ -371,10 +353,6 @@ def with_sound(item: Any, sound: Sound) -> Any:
 def labels_of(item: Any) -> str:
     """Returns the name of what belongs to the whole sound of an item, so that a piece would not have it; empty if there
     is nothing such. A number, such as that of a speaker, belongs to every piece."""
-    if is_waveform(item):
-        return next(("its text" for value in item[2:] if isinstance(value, str)), "")
-    if not isinstance(item, Mapping):
-        return ""
     for name, value in item.items():
         if name in SOUND_KEYS:
             continue

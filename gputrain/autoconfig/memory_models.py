@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gputrain.autoconfig.inputs import BatchGuess
-from gputrain.autoconfig.settings import Optimizer
+from gputrain.autoconfig.settings import TrainerOptimizer
 from gputrain.errors import UserError
 from gputrain.planner.memory.fit import MemoryModel
 from gputrain.planner.memory.predict import DoesNotRun, MemoryEstimate, memory_model_of, predict_step
@@ -38,7 +38,7 @@ class MemoryModels:
     loss: Loss
     guesses: Sequence[BatchGuess]
     precision: Precision
-    optimizer: Optimizer
+    optimizer: TrainerOptimizer
     device: torch.device | None
     unpredictable: str = ""  # The reason why the model had to be measured.
     known: dict[tuple[int, float, bool], MemoryEstimate] = field(default_factory=dict)

@@ -32,7 +32,7 @@ from gputrain.autoconfig.inputs import (
 from gputrain.autoconfig.lengths import LengthLimit, OverLong, is_over, limit_length
 from gputrain.autoconfig.memory_models import MemoryModels
 from gputrain.autoconfig.recovery import MicroBatchLimit, Reduction, memory_callback, recovering, watched_first
-from gputrain.autoconfig.settings import OptimalConfig, Optimizer
+from gputrain.autoconfig.settings import OptimalConfig, TrainerOptimizer
 from gputrain.errors import UserError
 from gputrain.hw.gpus import find_gpu, smallest_gpu
 from gputrain.hw.plan import Hardware, decide, workers
@@ -60,7 +60,7 @@ def create_optimal_config(
     loss: Loss | None = None,
     batch: MakeBatch | None = None,
     vram_gb: float = 0.0,
-    optimizer: Optimizer = "adamw",
+    optimizer: TrainerOptimizer = "adamw",
     max_duration_seconds: float = 0.0,
     over_long: OverLong | Literal["auto"] = "auto",
     gpus: int = 0,

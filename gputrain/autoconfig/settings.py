@@ -16,8 +16,8 @@ from gputrain.errors import UserError, import_package
 from gputrain.serialization import from_json, unreadable
 
 FORMAT = "gputrain optimal config 1"  # Marks the file.
-Optimizer = Literal["adamw", "sgd"]  # Those that TrainingArguments has, too.
-OPTIM: dict[Optimizer, str] = {"adamw": "adamw_torch", "sgd": "sgd"}  # Their names there.
+TrainerOptimizer = Literal["adamw", "sgd"]  # Those that TrainingArguments has, too.
+OPTIM: dict[TrainerOptimizer, str] = {"adamw": "adamw_torch", "sgd": "sgd"}  # Their names there.
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class OptimalConfig:
     gpus: int = 1  # GPUs that train together.
     splits: tuple[BatchSplit, ...] = ()  # Changes that running out of memory has caused.
     drop_last: bool = False  # The last micro-batch of an epoch would have too few items for BatchNorm.
-    optimizer: Optimizer = "adamw"  # The one that the memory is planned with.
+    optimizer: TrainerOptimizer = "adamw"  # The one that the memory is planned with.
 
     def __str__(self) -> str:
         """Returns a table of the settings with their reasons, for a terminal of 80 columns."""

@@ -42,7 +42,7 @@ from gputrain.data_in.split import fingerprint
 from gputrain.errors import UserError
 from gputrain.fetch.archives import ENDINGS, content_of, stem_of, unpack
 from gputrain.fetch.datasets import download_dataset, is_dataset_name, of_one_split
-from gputrain.files import Progress, no_progress, writing
+from gputrain.files import Progress, no_progress, write_rows, writing
 from gputrain.kinds import prepared_for
 
 log = logging.getLogger(__name__)
@@ -142,14 +142,14 @@ def open_source(
                     raise UserError(f"{place}: was not unpacked here", hint="choose another --output-dir")
                 shutil.rmtree(place, ignore_errors=True)
                 place.mkdir()
-                _write(journal, {"state": None})
+                write_rows(journal, [{"state": None}])
                 try:
                     refused = _fill(place, shown, found, media, column, progress)
                 except Exception:
                     shutil.rmtree(place, ignore_errors=True)
                     raise
                 done = {"state": state, "refused": [asdict(refusal) for refusal in refused]}
-                _write(journal, done)
+                write_rows(journal, [done])
     except BaseException:
         lock.release()
         raise
@@ -181,11 +181,6 @@ def _read(journal: Path) -> dict[str, Any]:
         return found if isinstance(found, dict) else {}
     except (OSError, ValueError):
         return {}
-
-
-def _write(journal: Path, row: Mapping[str, Any]) -> None:
-    journal.with_suffix(".partial").write_text(json.dumps(row), encoding="ascii")
-    journal.with_suffix(".partial").replace(journal)
 
 
 def _fill(

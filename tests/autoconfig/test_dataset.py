@@ -147,11 +147,6 @@ def test_tensors_beside_a_sound():
     assert (spectrogram.kind, spectrogram.widest["input_values"]) == ("tensors", TensorShape((64, 32), "float32"))
 
 
-@each_row(torch.zeros(1, 12000), np.zeros(12000))
-def test_waves_with_their_sampling_rate(wave):
-    assert profile_dataset([(wave, RATE, "words", 1)] * 2).longest_seconds == 1.5
-
-
 def test_a_large_dataset_is_sampled_and_says_so():
     class Large:
         def __len__(self):
