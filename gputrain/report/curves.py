@@ -315,7 +315,6 @@ STYLES = {
     "rtf": MetricStyle("real-time factor", "", "lower"),
     "cer": MetricStyle("character error rate", "%", "lower"),
     "wer": MetricStyle("word error rate", "%", "lower"),
-    "mos": MetricStyle("predicted mean opinion score", "", "higher"),
     "blank_share": MetricStyle("share of blanks", "%"),
     "wait_share": MetricStyle("waiting for data", "%", "lower"),
     "peak_share": MetricStyle("share of the device's peak rate", "%", "higher"),

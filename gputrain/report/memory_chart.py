@@ -6,7 +6,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from gputrain.drawing import PAPER, TEXT_SIZE, font, svg_element
+from gputrain.drawing import TEXT_SIZE, svg_element
 
 # Colours of the parts, from the bottom of the memory to its top. They differ in lightness too.
 PART_COLOURS = {
@@ -14,14 +14,13 @@ PART_COLOURS = {
     "workspace": "#ba4a00",
 }  # fmt: skip
 OTHER_COLOUR = "#909497"
-ON_LIGHT = "#000000"
-LIGHT = frozenset({"#85c1e9", "#e59866", OTHER_COLOUR})  # On these, black is read more easily than white.
 BUDGET_COLOUR, MEASURED_COLOUR = "#c0392b", "#1e8449"
 
 FAR = 3.0  # A limit of more than so many times the peak is only named.
 
 # Sizes in pixels.
-WIDTH, MARGIN, ROW, BAR, LEGEND = 720, 4, 62, 22, 26
+WIDTH, MARGIN, BAR, LEGEND = 720, 4, 22, 20  # LEGEND is the height of a line of the legend.
+COLUMNS = 4  # Of the legend.
 
 
 @dataclass(frozen=True)
@@ -62,30 +61,25 @@ def memory_chart(bar: MemoryBar) -> Markup:
     room = WIDTH - 2 * MARGIN
     limits = [("limit", bar.shown_budget_gb, BUDGET_COLOUR), ("measured", bar.measured_gb, MEASURED_COLOUR)]
     lines = [(name, gb, colour) for name, gb, colour in limits if gb is not None]
-    legend = [(name, PART_COLOURS.get(name, OTHER_COLOUR)) for name in bar.parts]
-    at, parts = float(MARGIN), list[Markup]()
-    for name, colour in [*legend, *((name, colour) for name, _, colour in lines)]:
-        title = svg_element("title", name)
-        parts.append(svg_element("rect", title, x=at, y=LEGEND / 2 - 5, width=10, height=10, fill=colour))
-        parts.append(svg_element("text", name, x=at + 15, y=LEGEND / 2 + TEXT_SIZE / 3, **texts))
-        at += 15 + font(TEXT_SIZE).getlength(name) + 16
-    parts.append(svg_element("text", bar.words, x=MARGIN, y=LEGEND + 10 + TEXT_SIZE / 3, **texts))
-    left, top = float(MARGIN), LEGEND + 22
-    for (_, colour), (name, gb) in zip(legend, bar.parts.items(), strict=True):
+    stacked = [(name, gb, PART_COLOURS.get(name, OTHER_COLOUR)) for name, gb in bar.parts.items()]
+    parts, top = list[Markup](), MARGIN
+    for number, (name, gb, colour) in enumerate([*stacked, *lines]):
+        left, top = MARGIN + room * (number % COLUMNS) / COLUMNS, MARGIN + LEGEND * (number // COLUMNS)
+        parts.append(svg_element("rect", x=left, y=top, width=10, height=10, fill=colour))
+        parts.append(svg_element("text", f"{name} {gb:.3g} GB", x=left + 15, y=top + 10, **texts))
+    parts.append(svg_element("text", bar.words, x=MARGIN, y=top + LEGEND + 14, **texts))
+    left, top = float(MARGIN), top + LEGEND + 26
+    for name, gb, colour in stacked:
         width, title = room * gb / largest, svg_element("title", f"{name}: {gb:.3g} GB")
         parts.append(svg_element("rect", title, x=left, y=top, width=width, height=BAR, fill=colour))
-        size = f"{gb:.2g}"
-        if font(TEXT_SIZE).getlength(size) + 8 < width:
-            ink, y = ON_LIGHT if colour in LIGHT else PAPER, top + BAR / 2 + TEXT_SIZE / 3
-            parts.append(svg_element("text", size, x=left + 4, y=y, font_size=TEXT_SIZE, fill=ink))
         left += width
-    for _, limit_gb, colour in lines:
-        x = min(MARGIN + room * limit_gb / largest, WIDTH - MARGIN)
+    for _, gb, colour in lines:
+        x = min(MARGIN + room * gb / largest, WIDTH - MARGIN)
         ends = {"x1": x, "x2": x, "y1": top - 4, "y2": top + BAR + 4}
         parts.append(svg_element("line", **ends, stroke=colour, stroke_width=2))
     return svg_element(
         "svg", Markup("").join(parts), xmlns="http://www.w3.org/2000/svg", font_family="system-ui, sans-serif",
-        viewBox=f"0 0 {WIDTH} {LEGEND + MARGIN + ROW}", role="img", aria_label=bar.words,
+        viewBox=f"0 0 {WIDTH} {top + BAR + 4 + MARGIN}", role="img", aria_label=bar.words,
     )  # fmt: skip
 
 

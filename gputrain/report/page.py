@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jinja2
 from markupsafe import Markup
@@ -36,7 +36,6 @@ from gputrain.report.sections import SampleSection, sample_section
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 # Returns what a function makes, or what it made for the same key before, if the version is the same.
 Keep = Callable[[Hashable, object, Callable[[], Any]], Any]
 
@@ -83,10 +82,6 @@ class RunView:
         record = self.record
         return (self.index, record.name, record.kind, *(record.versions.get(name, 0) for name in names))
 
-    def _kept(self, name: str, files: tuple[str, ...], make: Callable[[], T]) -> T:
-        made: T = self.keep((self.id, name), self.at(*files), make)
-        return made
-
     @cached_property
     def status(self) -> RunStatus:
         return self.record.status
@@ -98,23 +93,71 @@ class RunView:
 
     @cached_property
     def headline(self) -> Headline | None:
-        return headline_of(self.record)
+        record = self.record
+        name = headline_metric(record)
+        if not name:
+            return None
+        style, points = style_of(name), record.metrics.series(name)
+        best_step, best = (max if style.better == "higher" else min)(points, key=lambda point: point[1])
+        (first_step, first), (last_step, last) = points[0], points[-1]
+        words = [f"at step {best_step:,}" if len(points) > 1 else f"at step {best_step:,}, the only evaluation"]
+        if best_step != first_step:
+            words.append(f"{format_value(first, style.unit)} at step {first_step:,}")
+        if best_step != last_step:
+            words.append(f"{format_value(last, style.unit)} at step {last_step:,}, the last")
+        where = "best " if len(points) > 1 else ""
+        where += style.title + (" on held-out data" if name.startswith("eval/") else " (training)")
+        return Headline(where, format_value(best, style.unit), " · ".join(words))
 
     @cached_property
     def facts(self) -> list[tuple[str, str]]:
-        return facts_of(self.record)
+        """Returns names and values of what matters next: steps, time, speed, memory, device."""
+        record, metrics = self.record, self.record.metrics
+        facts = [("steps", f"{record.last_step:,}")]
+        if epochs := metrics.series("epoch"):
+            facts.append(("epochs", f"{epochs[-1][1]:,.0f}"))
+        if metrics.names:
+            facts.append(("time", format_duration(record.seconds)))
+        for name in metrics.names:
+            if name.startswith("speed/") and name.endswith("_per_second"):
+                values = sorted(value for _, value in metrics.series(name))
+                facts.append(("speed", f"{format_value(values[len(values) // 2])} {style_of(name).title}"))
+        if peak := metrics.series("memory/peak_gb"):
+            facts.append(("peak memory", format_value(max(value for _, value in peak), "GB")))
+        shown = ("gpu/temperature_c", "gpu/power_w", "gpu/utilisation")
+        present = [format_value(metrics.latest[name], style_of(name).unit) for name in shown if name in metrics.latest]
+        if present:
+            facts.append(("GPU: temperature, power, use", " · ".join(present)))
+        if record.starts:
+            machine = record.starts[-1].get("machine")
+            if isinstance(machine, dict) and machine.get("device"):
+                facts.append(("device", str(machine["device"])))
+        return facts
 
     @cached_property
     def progress(self) -> ShownProgress | None:
-        return progress_of(self.record)
+        """Returns the progress of a run that has a known end and has not finished."""
+        record = self.record
+        done, planned = record.last_step, record.planned_steps
+        if record.status.state == "finished" or not planned:
+            return None
+        words = [f"step {done:,} of {planned:,}", f"{100 * done / planned:.0f} %"]
+        if record.seconds_left is not None:
+            words.append(f"{format_duration(record.seconds_left)} left")
+        return ShownProgress(min(1.0, done / planned), " · ".join(words))
 
     @cached_property
     def memory(self) -> Markup:
-        return self._kept("memory", ("plan",), lambda: memory_of(self.record))
+        """The chart of the predicted and the measured memory; nothing if the plan predicts none."""
+        bar = memory_bar(self.record.plan)
+        return memory_chart(bar) if bar else Markup("")
 
     @cached_property
     def samples(self) -> SampleSection:
-        return self._kept("samples", ("samples",), lambda: sample_section(self.record, self.budget))
+        found: SampleSection = self.keep(
+            (self.id, "samples"), self.at("samples"), lambda: sample_section(self.record, self.budget)
+        )
+        return found
 
     @cached_property
     def events(self) -> list[tuple[str, str]]:
@@ -220,12 +263,6 @@ def _file(name: str) -> str:
     return files("gputrain.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def memory_of(record: RunRecord) -> Markup:
-    """Returns the chart of the predicted and the measured memory; nothing if the plan predicts none."""
-    bar = memory_bar(record.plan)
-    return memory_chart(bar) if bar else Markup("")
-
-
 # ----------------------------------------------------------------------------------------------------------- figures
 
 
@@ -238,61 +275,9 @@ def headlines_of(record: RunRecord) -> tuple[str, ...]:
 def headline_metric(record: RunRecord) -> str:
     """Returns the name of the most important metric that a run has; "" if it has none."""
     for name in (*(f"eval/{name}" for name in headlines_of(record)), "eval/score"):
-        if name in record.names:
+        if name in record.metrics.names:
             return name
-    return next((name for name in record.names if name.startswith("loss/")), "")
-
-
-def headline_of(record: RunRecord) -> Headline | None:
-    name = headline_metric(record)
-    if not name:
-        return None
-    style, points = style_of(name), record.series(name)
-    best_step, best = (max if style.better == "higher" else min)(points, key=lambda point: point[1])
-    (first_step, first), (last_step, last) = points[0], points[-1]
-    words = [f"at step {best_step:,}" if len(points) > 1 else f"at step {best_step:,}, the only evaluation"]
-    if best_step != first_step:
-        words.append(f"{format_value(first, style.unit)} at step {first_step:,}")
-    if best_step != last_step:
-        words.append(f"{format_value(last, style.unit)} at step {last_step:,}, the last")
-    where = "best " if len(points) > 1 else ""
-    where += style.title + (" on held-out data" if name.startswith("eval/") else " (training)")
-    return Headline(where, format_value(best, style.unit), " · ".join(words))
-
-
-def facts_of(record: RunRecord) -> list[tuple[str, str]]:
-    """Returns names and values of what matters next: steps, time, speed, memory, device."""
-    facts = [("steps", f"{record.last_step:,}")]
-    if epochs := record.series("epoch"):
-        facts.append(("epochs", f"{epochs[-1][1]:,.0f}"))
-    if record.names:
-        facts.append(("time", format_duration(record.seconds)))
-    for name in record.names:
-        if name.startswith("speed/") and name.endswith("_per_second"):
-            values = sorted(value for _, value in record.series(name))
-            facts.append(("speed", f"{format_value(values[len(values) // 2])} {style_of(name).title}"))
-    if peak := record.series("memory/peak_gb"):
-        facts.append(("peak memory", format_value(max(value for _, value in peak), "GB")))
-    shown = ("gpu/temperature_c", "gpu/power_w", "gpu/utilisation")
-    present = [format_value(record.latest[name], style_of(name).unit) for name in shown if name in record.latest]
-    if present:
-        facts.append(("GPU: temperature, power, use", " · ".join(present)))
-    if record.starts:
-        machine = record.starts[-1].get("machine")
-        if isinstance(machine, dict) and machine.get("device"):
-            facts.append(("device", str(machine["device"])))
-    return facts
-
-
-def progress_of(record: RunRecord) -> ShownProgress | None:
-    """Returns the progress of a run that has a known end and has not finished."""
-    done, planned = record.last_step, record.planned_steps
-    if record.status.state == "finished" or not planned:
-        return None
-    words = [f"step {done:,} of {planned:,}", f"{100 * done / planned:.0f} %"]
-    if record.seconds_left is not None:
-        words.append(f"{format_duration(record.seconds_left)} left")
-    return ShownProgress(min(1.0, done / planned), " · ".join(words))
+    return next((name for name in record.metrics.names if name.startswith("loss/")), "")
 
 
 @dataclass(frozen=True)
@@ -307,12 +292,12 @@ class ComparedMetric:
 def comparison(records: Sequence[RunRecord]) -> list[ComparedMetric]:
     """Returns the best values of the metrics on held-out data that at least two runs have."""
     rows = []
-    for name in dict.fromkeys(name for record in records for name in record.names):
+    for name in dict.fromkeys(name for record in records for name in record.metrics.names):
         style = style_of(name)
         if not name.startswith("eval/") or not style.better or name.endswith(("/score", "_low", "_high")):
             continue
         choose = max if style.better == "higher" else min
-        bests = [choose((value for _, value in record.series(name)), default=None) for record in records]
+        bests = [choose((value for _, value in record.metrics.series(name)), default=None) for record in records]
         present = [value for value in bests if value is not None]
         if len(present) > 1:
             best = bests.index(choose(present)) if len(set(present)) > 1 else -1
@@ -325,7 +310,7 @@ def comparison(records: Sequence[RunRecord]) -> list[ComparedMetric]:
 
 
 def chart_groups(records: Sequence[RunRecord]) -> list[ChartGroup]:
-    names = list(dict.fromkeys(name for record in records for name in record.names))
+    names = list(dict.fromkeys(name for record in records for name in record.metrics.names))
     first = {name: rank for rank, name in enumerate(dict.fromkeys(_leading(records)))}
     held_out = [name for name in names if name.startswith("eval/") and not name.endswith(("_low", "_high"))]
     compared = [name for name in held_out if style_of(name).better and name != "eval/score"]
@@ -338,7 +323,8 @@ def chart_groups(records: Sequence[RunRecord]) -> list[ChartGroup]:
             name for name in names
             if name.startswith(("gradient_norm/", "statistics/", "disk/")) or name == "learning_rate"
             or (name.startswith("eval/") and name not in held_out)
-            or (name.startswith("nonfinite/") and any(value for record in records for _, value in record.series(name)))
+            or (name.startswith("nonfinite/")
+                and any(value for record in records for _, value in record.metrics.series(name)))
         ], True),
     ]  # fmt: skip
     reach = max((record.last_step for record in records), default=0)
@@ -358,10 +344,10 @@ def _leading(records: Sequence[RunRecord]) -> Iterator[str]:
 
 def _charts(records: Sequence[RunRecord], names: Sequence[str], reach: int) -> Iterator[Markup]:
     for name in names:
-        found = [(index, record, record.series(name)) for index, record in enumerate(records)]
+        found = [(index, record, record.metrics.series(name)) for index, record in enumerate(records)]
         curves = [Curve(record.name, index, points) for index, record, points in found if points]
         for index, record, points in found:
-            if points and (trained := record.series(TRAINING_LOSSES.get(name, ""))):
+            if points and (trained := record.metrics.series(TRAINING_LOSSES.get(name, ""))):
                 curves.append(Curve(f"{record.name}, training", index, trained, is_training=True))
         style = style_of(name)
         levels, marks = [], []

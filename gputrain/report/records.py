@@ -24,7 +24,7 @@ from gputrain.engine.run_folder import CONFIG, PLAN
 from gputrain.engine.stop import format_duration
 from gputrain.errors import UserError, first_line, settings_without_secrets
 from gputrain.kinds import kinds
-from gputrain.report.metrics_file import LARGEST_STEP, MOST_ROWS, MetricsFile, MetricsTable, Points
+from gputrain.report.metrics_file import LARGEST_STEP, MOST_ROWS, MetricsFile, MetricsTable
 
 NOTES = "notes.md"  # What the user notes about a run.
 PARTS = {"settings": CONFIG, "plan": PLAN, "metrics": METRICS, "history": HISTORY, "samples": "samples", "notes": NOTES}
@@ -64,19 +64,6 @@ class RunRecord:
     news_at: float | None = None  # The same by time.monotonic(), as far as changes tell that the run goes on.
     is_gone: bool = False  # True if the folder has vanished.
     is_elsewhere: bool = False  # True if news come although no process has the number: it is that of a container.
-
-    @property
-    def names(self) -> list[str]:
-        """The names of all metrics, in the order of their first appearance."""
-        return self.metrics.names
-
-    def series(self, name: str) -> Points:
-        return self.metrics.series(name)
-
-    @property
-    def latest(self) -> dict[str, float]:
-        """The last value of every metric."""
-        return self.metrics.latest
 
     @property
     def last_step(self) -> int:
@@ -296,7 +283,7 @@ def read_run(folder: Path, name: str = "") -> RunRecord:
 
 def evaluated(folder: Path, name: str) -> list[float]:
     """Returns a figure on held-out data at each evaluation of a run; the first is from before training."""
-    return [value for _, value in read_run(folder).series(f"eval/{name}")]
+    return [value for _, value in read_run(folder).metrics.series(f"eval/{name}")]
 
 
 def _sign(path: str) -> Sign:

@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-SLOW_SECONDS = 5.0  # Time of looking at pictures that were not prepared, from which on preparing them is proposed.
 
 
 # --------------------------------------------------------------------------------------------------- folders
@@ -74,8 +73,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Pictures:
-    """The pictures of folders, sorted by path in each. `shared`: all of a folder have the same content, which serves
-    for training and evaluation."""
+    """The pictures of folders, sorted by path in each."""
 
     split: FolderItems[Picture]
     refused: list[RefusedItem]
@@ -87,10 +85,6 @@ class Pictures:
     @property
     def held_out(self) -> list[Picture]:
         return self.split.parts.held_out
-
-    @property
-    def shared(self) -> bool:
-        return self.split.parts.shared
 
     @property
     def mixture(self) -> Mixture:
@@ -152,14 +146,9 @@ def _pictures_in(folder: Path, exclude: Sequence[str]) -> tuple[list[Picture], l
     elif (folder / JOURNAL).is_file():
         raise UserError(f"{folder}: its preparation was not finished", hint="run gputrain prepare-data again")
     else:
-        tree, began = scan_pictures(folder, exclude), time.monotonic()
+        tree = scan_pictures(folder, exclude)
         refused += tree.refused
         found = _in_threads(partial(_from_file, folder), tree.sources)
-        if (took := time.monotonic() - began) > SLOW_SECONDS:
-            log.info(
-                "%s: looking at %d pictures took %.0f s, as it will at each start, but for prepared ones: "
-                "gputrain prepare-data --input-dir %s --output-dir PREPARED", folder, len(found), took, folder,
-            )  # fmt: skip
     pictures = [picture for picture in found if isinstance(picture, Picture)]
     refused += [refusal for refusal in found if isinstance(refusal, RefusedItem)]
     if not pictures:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -372,7 +371,15 @@ def load_extractor(path: Path, device: torch.device) -> Extractor:
     torch.save(read_published(path, (INCEPTION,)), tensors)
     tensors.seek(0)
     try:
-        network = _inception()("inception", [str(FEATURES)], feature_extractor_weights_path=tensors)
+        package = importlib.import_module("torch_fidelity.feature_extractor_inceptionv3")
+    except (ImportError, RuntimeError) as error:
+        raise UserError(
+            f"torch-fidelity cannot be imported: {error}", hint="install the torchvision of this torch version"
+        ) from None
+    try:
+        network = package.FeatureExtractorInceptionV3(
+            "inception", [str(FEATURES)], feature_extractor_weights_path=tensors
+        )
     except RuntimeError as error:
         raise UserError(
             f"{path}: not Inception's weights: {first_line(error)}", hint=how_to_fetch((INCEPTION,))
@@ -385,13 +392,3 @@ def load_extractor(path: Path, device: torch.device) -> Extractor:
         return features_BF
 
     return extract
-
-
-def _inception() -> Any:
-    """Returns torch-fidelity's class. Raises UserError if the torchvision that it imports does not fit torch."""
-    try:
-        return importlib.import_module("torch_fidelity.feature_extractor_inceptionv3").FeatureExtractorInceptionV3
-    except (ImportError, RuntimeError) as error:  # torchvision is of another build than torch.
-        raise UserError(
-            f"torch-fidelity cannot be imported: {error}", hint="install the torchvision of this torch version"
-        ) from None

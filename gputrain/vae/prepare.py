@@ -189,7 +189,7 @@ class PictureJob:
             "source": self.source.path,
             "source_bytes": self.source.bytes,
             "source_mtime_ns": self.source.mtime_ns,
-            "recipe": recipe_of(self.config),
+            "recipe": dict(vars(self.config)),  # All settings on which a prepared picture depends.
         }
 
     def is_done(self, row: JournalRow, sums: set[str]) -> bool:
@@ -206,11 +206,6 @@ class PictureJob:
         return row["path"] == self.name and (is_there or row["sha256"] in sums)
 
 
-def recipe_of(config: VaePrepareConfig) -> JournalRow:
-    """Returns the settings on which a prepared picture depends."""
-    return dict(vars(config))
-
-
 def check_output(output_dir: Path, config: VaePrepareConfig, *, origin: str) -> None:
     """Raises UserError if the folder contains anything but prepared pictures, those of another source than `origin`, or
     those of other settings."""
@@ -221,7 +216,7 @@ def check_output(output_dir: Path, config: VaePrepareConfig, *, origin: str) -> 
                 f"{output_dir}: holds files that were not prepared here", hint="choose an empty or a new folder"
             )
         return
-    check_recipe(journal, recipe_of(config))
+    check_recipe(journal, dict(vars(config)))
     if journal.head != {"input_dir": origin}:
         before = journal.head.get("input_dir", "an unknown folder")
         raise UserError(

@@ -169,8 +169,6 @@ def wanted_pictures(settings: Reconstruct) -> list[str]:
     count = min(settings.pictures or len(names), len(names))
     if count < len(names):
         log.info("reconstructing %d of %d pictures, evenly spaced by name", count, len(names))
-    elif count > SHEET_PICTURES:
-        log.info("%d pictures are reconstructed; --pictures %d takes a few of them", count, SHEET_PICTURES)
     return [names[number * len(names) // count] for number in range(count)]
 
 

@@ -29,7 +29,7 @@ def test_a_whole_run(run):
     record = read_run(run)
     assert (record.name, record.kind, record.notes) == ("one", "vae", [])
     assert record.settings["batch_size"] == 4
-    steps, values = zip(*record.series("eval/psnr_db"), strict=True)
+    steps, values = zip(*record.metrics.series("eval/psnr_db"), strict=True)
     assert steps == (0, 10, 20, 30, 40)
     assert values == pytest.approx((3, 3.2, 3.1, 3.066667, 3.05), abs=1e-5)
     assert (record.last_step, record.planned_steps) == (40, 40)
@@ -55,7 +55,7 @@ def test_damaged_lines_are_skipped_and_counted(tmp_path):
              b'{"step": 3, "loss/a": NaN, "loss/b": null, "loss/c": true, "loss/d": "x", "loss/e": 1}']  # fmt: skip
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
     record = read_run(tmp_path)
-    assert {name: record.series(name) for name in record.names} == {
+    assert {name: record.metrics.series(name) for name in record.metrics.names} == {
         "seconds": [(1, 1)], "loss/a": [(1, 5.0)], "loss/e": [(3, 1)],
     }  # fmt: skip
     assert record.notes[-1] == "3 damaged lines of metrics.jsonl skipped"
@@ -79,8 +79,8 @@ def test_all_evaluations_of_a_long_run_are_kept(tmp_path):
     reader = RunReader(tmp_path, most_rows=50)
     reader.refresh()
     record = reader.record
-    assert [step for step, _ in record.series("eval/cer")] == list(range(0, 2001, 10))
-    steps = [step for step, _ in record.series("loss/model/asr")]
+    assert [step for step, _ in record.metrics.series("eval/cer")] == list(range(0, 2001, 10))
+    steps = [step for step, _ in record.metrics.series("loss/model/asr")]
     assert 25 < len(steps) <= 51
     assert steps[-1] == 2009
     assert "one line in 64 and every evaluation" in record.notes[-1]
@@ -173,7 +173,7 @@ def test_versions_tell_which_part_has_changed(live):
         assert record.versions == {name: count + (name == part) for name, count in before.items()}, part
         live.refresh()
         assert record.versions == {name: count + (name == part) for name, count in before.items()}, part
-    assert (record.kind, record.settings, record.plan, record.names) == ("asr", {"seed": 3}, {}, [])
+    assert (record.kind, record.settings, record.plan, record.metrics.names) == ("asr", {"seed": 3}, {}, [])
     assert record.user_notes.startswith("too <b>large</b> a rate!!")
     assert len(record.user_notes) == 20_000
     assert record.notes == ["plan.json is missing", "metrics.jsonl is missing"]
