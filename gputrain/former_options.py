@@ -44,6 +44,7 @@ LEFT_OUT: Mapping[str, Mapping[str, LeftOut]] = {
         "overwrite": LeftOut(False, "leave it out, and name a new folder: --output-dir NEW_FOLDER"),
         "cue_gap": LeftOut(1.0, "leave it out: subtitles of a sentence at most a second apart become one clip"),
         "hold_share": LeftOut(0.4, "leave it out: tri-stage holds the learning rate for 0.4 of the steps"),
+        "profile": LeftOut(False, "leave it out: torch.profiler records a training as docs/vae.md shows", False),
         "track": LeftOut([], "leave it out: tensorboard and `gputrain watch` read what a run writes", False),
         "plan_file": LeftOut(None, "leave it out: each training plans for the machine that it runs on", False),
         "alphabet": LeftOut(None, "leave it out: Uzbek texts in any of its alphabets are read as that of 1995"),

@@ -1,4 +1,4 @@
-"""The first steps of a run: what they compile, the peak of memory next to the predicted one, and a profile.
+"""The first steps of a run: what they compile, and the peak of memory next to the predicted one.
 
 The check of the plan's memory measures the second step of a run on a GPU. The first is not like the others: cuDNN tries
 algorithms in as much memory as is free, the compiler tunes kernels, and the optimizers allocate their state only after
@@ -11,16 +11,13 @@ import contextlib
 import functools
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, schedule
 
 from gputrain.caches import cache_folder
 from gputrain.engine.metrics import Metrics
@@ -30,9 +27,6 @@ from gputrain.engine.stop import format_duration
 log = logging.getLogger(__name__)
 
 LIBRARIES_GB = 0.1  # Workspaces of cuBLAS, 32 MiB a thread on a Hopper, which are not predicted.
-# Steps of --profile: the first ones compile, search for algorithms and fill the allocator, then the profiler warms up.
-SKIPPED, WARMED_UP, RECORDED = 5, 2, 3
-ROWS = 40  # Number of rows of the profile's table.
 SAY_SECONDS = 30.0  # Least time between two lines on what is being compiled, where no bar shows it.
 
 
@@ -161,45 +155,3 @@ def compiling(saver: Saver, metrics: Metrics) -> Iterator[Callable[[], None]]:
         yield end
     finally:
         end(False)
-
-
-@contextmanager
-def profiling(folder: Path | None, device: torch.device) -> Iterator[Callable[[], None]]:
-    """Record some steps into `folder`/table.txt and `folder`/trace.json; None records nothing.
-
-    Yields a function to call after every step. The trace opens in chrome://tracing and ui.perfetto.dev.
-    """
-    if folder is None:
-        yield lambda: None
-        return
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Otherwise torch's tracer prints messages.
-    by = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    steps, needed = 0, SKIPPED + WARMED_UP + RECORDED
-
-    def write(profiler: profile) -> None:
-        if steps < needed:
-            return
-        try:
-            folder.mkdir(exist_ok=True)
-            table = profiler.key_averages().table(sort_by=by, row_limit=ROWS, max_name_column_width=80)
-            (folder / "table.txt").write_text(table + "\n", encoding="utf-8")
-            profiler.export_chrome_trace(str(folder / "trace.json"))
-        except OSError as error:
-            log.warning("%s cannot be written (%s); training continues", folder, error.strerror)
-        else:
-            log.info("profile of %d steps: %s, %s", RECORDED, folder / "table.txt", folder / "trace.json")
-
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    plan = schedule(wait=SKIPPED, warmup=WARMED_UP, active=RECORDED, repeat=1)
-    with profile(activities=activities, schedule=plan, on_trace_ready=write) as profiler:
-
-        def mark_step() -> None:
-            nonlocal steps
-            steps += 1
-            profiler.step()
-
-        try:
-            yield mark_step
-        finally:
-            if steps < needed:
-                log.warning("no profile was written: it needs %d steps, and this run made %d", needed, steps)

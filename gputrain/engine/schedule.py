@@ -186,7 +186,6 @@ class Saving:
         "config.yaml.",
         is_saved=False,
     )
-    profile: bool = advanced(default=False, help="Profile three early steps into profile/ of the run folder.")
 
     def __post_init__(self) -> None:
         if self.max_time:

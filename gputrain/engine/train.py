@@ -20,7 +20,7 @@ from gputrain.engine.callbacks.requests import Requests
 from gputrain.engine.callbacks.save import Save, SaveBeforeReports, kept_names, last_step_saved
 from gputrain.engine.checkpoint import tensor_bytes
 from gputrain.engine.cuda_graph import replay_gradients_if_planned
-from gputrain.engine.first_steps import MemoryCheck, compiling, profiling
+from gputrain.engine.first_steps import MemoryCheck, compiling
 from gputrain.engine.history import recorded
 from gputrain.engine.metrics import Metrics
 from gputrain.engine.out_of_memory import retried_once
@@ -62,7 +62,6 @@ def train(
         Metrics(
             run.folder, console, runtime, unit=recipe.unit, first_step=first, last_step=steps.known_end, group=run.group
         ) as metrics,
-        profiling(run.folder / "profile" if run.saving.profile else None, runtime.device) as mark_step,
         Monitor(runtime.device) as monitor,
         run.stop.handled(lambda: run.how_to_resume),
         compiling(saver, metrics) as mark_compiled,
@@ -91,7 +90,6 @@ def train(
                     mark_compiled()
                     run.has_started()
                 metrics.add(scalars, recipe.size(batch), recipe.flops(batch, step))
-                mark_step()
                 callbacks.after_step()
 
 

@@ -324,9 +324,3 @@ def test_the_measured_time_of_a_step_stands_beside_the_predicted_one(tmp_path, c
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert plan["prediction"] == prediction
     assert plan["measured"]["seconds_per_step"] == pytest.approx(taken[-1])
-
-
-def test_a_run_too_short_for_its_profile_says_so(tmp_path, caplog):
-    trained(tmp_path, 6, profile=True)
-    assert "no profile was written: it needs 10 steps, and this run made 6" in caplog.text
-    assert not (tmp_path / "profile").exists()

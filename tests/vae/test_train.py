@@ -245,17 +245,13 @@ def test_every_profile_is_a_configuration():
 
 
 @pytest.mark.slow
-def test_progress_shows_arithmetic_and_the_profiler_writes_its_pages(photographs, tmp_path, monkeypatch):
+def test_progress_shows_arithmetic(photographs, tmp_path, monkeypatch):
     monkeypatch.setattr(data, "step_flops", predict.step_flops)
-    run(tmp_path, photographs, num_epochs=4, max_steps=11, profile=True)
+    run(tmp_path, photographs, num_epochs=4, max_steps=11)
     row = rows(tmp_path)[-1]
     assert "speed/peak_share" not in row  # On a CPU, the rate of a product is no peak.
     tflops = row["speed/tflops"] * row["speed/seconds_per_step"]
     assert tflops * 1e12 == pytest.approx(2 * data.item_flops(settings_of(adversarial_weight=0.0), 10), rel=1e-6)
-    table = (tmp_path / "profile" / "table.txt").read_text()
-    assert "convolution" in table
-    trace = json.loads((tmp_path / "profile" / "trace.json").read_text())
-    assert sum("ProfilerStep" in str(event.get("name")) for event in trace["traceEvents"]) >= 3
 
 
 @pytest.mark.slow
