@@ -38,6 +38,7 @@ EQUIVARIANT = "leave it out: in a race it gained nothing that a denoiser noticed
 NOISE = "leave it out, and prepare changed copies of recordings beside the recordings"
 LIMIT = LeftOut(0.0, "leave it out: max_batch_audio_ratio limits the sound of a batch")
 DROPOUT = LeftOut(0.0, "leave it out: hidden_dropout and layer_drop regularise a recogniser")
+BEST = "leave it out: evaluations are in metrics.jsonl, and --checkpoint names the one to use"
 OPINION = "leave it out: --recogniser MODEL measures a voice"
 LEFT_OUT: Mapping[str, Mapping[str, LeftOut]] = {
     "": {
@@ -63,6 +64,7 @@ LEFT_OUT: Mapping[str, Mapping[str, LeftOut]] = {
     "vocoder": {"step_order": ALTERNATING},
     "tts": {
         "batch_seconds": LIMIT,
+        "best_by": LeftOut("distance", BEST),
         "use_mrd": LeftOut(False, "leave it out: a voice is trained with HiFi-GAN's discriminators"),
         "add_speaker": LeftOut("", "leave it out, and train with --init-from on data of all speakers"),
         "train_part": LeftOut("all", "leave it out: all parts are trained"),
@@ -72,6 +74,7 @@ LEFT_OUT: Mapping[str, Mapping[str, LeftOut]] = {
     },
     "asr": {
         "batch_seconds": LIMIT,
+        "best_by": LeftOut("cer", BEST),
         "attention_dropout": DROPOUT,
         "final_dropout": DROPOUT,
         "mask_feature_prob": LeftOut(0.0, "leave it out: SpecAugment masks frames, mask_time_prob"),

@@ -1,7 +1,6 @@
 """Options of the commands of a recogniser. Imports no torch."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -140,12 +139,6 @@ class RecogniserSchedule(Schedule):
 @config(panel="Run folder")
 class RecogniserSaving(SoundSaving):
     evaluate_every_steps: int = changed(SoundSaving, "evaluate_every_steps", default=500)
-    best_by: Literal["cer", "wer"] = advanced(
-        default="cer", help="Error rate of which checkpoint_best.pt has the lowest. cer: of characters; wer: of words."
-    )
-
-    def basis_of_score(self, settings: Mapping[str, object]) -> tuple[object, ...]:
-        return (settings.get("best_by", "cer"),)
 
 
 @config()

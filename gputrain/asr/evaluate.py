@@ -288,7 +288,7 @@ class HeldOutSpeech:
     def __init__(self, speech: Speech, settings: TrainAsr, *, normalizes: bool) -> None:
         """`normalizes` tells whether waves get zero mean and unit variance before the model reads them."""
         data, self.normalizes = settings.data, normalizes
-        self.store, self.batch_size, self.best_by = speech.store, data.eval_batch_size, settings.saving.best_by
+        self.store, self.batch_size = speech.store, data.eval_batch_size
         held_out = sorted(speech.parts.held_out, key=lambda clip: clip.fingerprint)
         self.clips, self.shown = held_out[: data.eval_clips], held_out[:SHOWN_CLIPS]
         self.has_written = False
@@ -324,7 +324,7 @@ class HeldOutSpeech:
                 "collapsed: the recogniser writes nothing any more; go back to an earlier checkpoint with a lower "
                 "--learning-rate or a longer --warmup-steps"
             )
-        scalars = {"score": 1 - rates[self.best_by], "blank_share": blank_share, **rates}
+        scalars = {"score": 1 - rates["cer"], "blank_share": blank_share, **rates}
         return Report(scalars=scalars, headline=("cer", "wer"))
 
     def _recognised(self, model: Any, clips: Sequence[SpeechClip]) -> list[RecognisedClip]:

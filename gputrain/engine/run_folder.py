@@ -3,7 +3,6 @@
 import contextlib
 import json
 import logging
-import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -27,7 +26,6 @@ log = logging.getLogger(__name__)
 
 # Settings whose changes are not reported.
 NO_CHANGE = ("resume_from", "output_dir", "max_time", "cooldown", "verbose", "watch")
-NO_SCORES: Any = {"best_score": -math.inf, "best_evaluation": -math.inf, "evaluations_since_best": 0}
 LOCK, CONFIG, PLAN = ".lock", "config.yaml", "plan.json"
 LEAVING_SECONDS = 30  # Time for another process that was asked to stop to save.
 
@@ -174,23 +172,13 @@ class Run:
         of_data = {name: changes.pop(name) for name in [*changes] if name.endswith(" data")}
         if changed := ", ".join(f"{name} {was} -> {now}" for name, (was, now) in changes.items()):
             log.warning("settings that differ from the checkpoint's: %s", changed)
-        if self.before and not self._has_same_score:
-            log.warning("scores of another measure are not compared: %s is chosen anew from now on", checkpoint.BEST)
         for name, (_, what) in of_data.items():
             log.warning("the %s differ from the checkpoint's: %s", name, what)
 
     @property
     def progress(self) -> RunProgress | None:
-        """Progress of the resumed checkpoint; its best scores only if they are of this run's measure."""
-        if not self.resumed:
-            return None
-        progress = RunProgress(**self.resumed["progress"])
-        return progress if self._has_same_score else replace(progress, **NO_SCORES)
-
-    @property
-    def _has_same_score(self) -> bool:
-        saved = self.resumed["config"] if self.resumed else self.settings
-        return self.saving.basis_of_score(saved) == self.saving.basis_of_score(self.settings)
+        """Progress of the resumed checkpoint."""
+        return RunProgress(**self.resumed["progress"]) if self.resumed else None
 
     @property
     def continues_beyond_end(self) -> bool:

@@ -4,7 +4,6 @@ Also the options that all train commands share. Imports no torch.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -205,10 +204,6 @@ class Saving:
     @property
     def evaluates(self) -> bool:
         return bool(self.evaluate_every_epochs or self.evaluate_every_steps)
-
-    def basis_of_score(self, settings: Mapping[str, object]) -> tuple[object, ...]:
-        """Returns what the scores of a run with these flat settings measure: scores are compared if it is equal."""
-        return ()
 
     def evaluation_is_due(self, step: int, *, ends_epochs: bool) -> bool:
         """Returns True if an evaluation is due after a step, which may end an epoch that asks for one. Where both

@@ -1,8 +1,7 @@
 """Options of the commands of a voice. Imports no torch."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from gputrain.audio.config import AdversarialSchedule, SoundSaving, check_multiple
 from gputrain.config import ModelName, advanced, changed, config, file_key, opt
@@ -122,19 +121,6 @@ class VoiceSchedule(AdversarialSchedule):
     gradient_clip: float = changed(AdversarialSchedule, "gradient_clip", default=0.0)
 
 
-@config(panel="Run folder")
-class VoiceSaving(SoundSaving):
-    best_by: Literal["distance", "cer"] = advanced(
-        default="distance",
-        help="Measure of which checkpoint_best.pt has the best. distance: from the recordings (mcd_sl_db); cer: "
-        "character error rate of recogniser.",
-    )
-
-    def basis_of_score(self, settings: Mapping[str, object]) -> tuple[object, ...]:
-        best_by = settings.get("best_by", "distance")
-        return best_by, settings.get("recogniser") if best_by == "cer" else None
-
-
 @config()
 class TrainTts:
     kind: ClassVar[str] = "tts"
@@ -145,16 +131,11 @@ class TrainTts:
     losses: Losses = Losses()
     schedule: VoiceSchedule = VoiceSchedule()
     evaluation: VoiceEvaluation = VoiceEvaluation()
-    saving: VoiceSaving = VoiceSaving()
+    saving: SoundSaving = SoundSaving()
     hardware: Hardware = Hardware()
 
     def __post_init__(self) -> None:
-        recogniser = self.evaluation.recogniser
-        if self.saving.best_by == "cer" and not recogniser:
-            raise UserError(
-                "best_by cer needs a recogniser", hint="name one, --recogniser MODEL, or --best-by distance"
-            )
-        if recogniser and not self.saving.evaluates:
+        if self.evaluation.recogniser and not self.saving.evaluates:
             raise UserError(
                 "recogniser has no effect: nothing is evaluated", hint="--evaluate-every-steps says how often"
             )

@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -70,11 +70,6 @@ PADDING = 0.1  # maximum share of padding in an evaluation batch
 PITCH_HZ = 60.0, 600.0  # range of speech
 WITHIN_95 = 1.96  # standard errors
 
-SCORES: Mapping[str, Callable[[Mapping[str, float]], float]] = {  # Higher is better, by the values of best_by.
-    "distance": lambda scalars: -scalars["mcd_sl_db"],
-    # Where nothing can be read yet, a rate above 100 % is no worse than one of 100 %: the distance decides.
-    "cer": lambda scalars: 1 - scalars["cer"] if scalars["cer"] < 1 else -scalars["mcd_sl_db"],
-}
 Recogniser: TypeAlias = Callable[[Samples], str]  # Transcribes samples at the voice's rate to normalised text.
 
 
@@ -99,7 +94,7 @@ def open_recogniser(model: str | Path | None, frontend: Frontend, rate_hz: int, 
         except Exception as error:  # Whatever a user's model raises.
             raise RecognitionFailed(
                 f"the recogniser failed on a sound: {first_line(error)}",
-                hint="resume with --best-by distance, or with another recogniser",
+                hint="name another recogniser",
             ) from error
 
     return transcribe
@@ -119,7 +114,7 @@ class Evaluation(ClipMetrics):
     - `mel_distance`, `kl`, `duration` (nats per frame and symbol) and the alignment: of recordings encoded as in
       training.
     - `score` is -mcd_sl_db, the only metric of the whole path from text to sound with its timing; durations dominate it
-      early in training, and sound quality later. A training may choose another one of SCORES.
+      early in training, and sound quality later.
     """
 
 
@@ -167,7 +162,7 @@ class _Tally:
         clips, sums = len(self.mcd_db), self.sums
         mcd_sl_db = statistics.fmean(math.prod(pair) for pair in zip(self.mcd_db, self.mismatch, strict=True))
         found: dict[str, float | None] = {
-            "score": SCORES["distance"]({"mcd_sl_db": mcd_sl_db}),
+            "score": -mcd_sl_db,
             "mcd_db": statistics.fmean(self.mcd_db),
             "mcd_db_margin": WITHIN_95 * statistics.stdev(self.mcd_db) / math.sqrt(clips) if clips > 1 else None,
             "mcd_sl_db": mcd_sl_db,
@@ -269,7 +264,7 @@ class HeldOutClips:
         """Raises UserError where a test sentence has no symbol of the voice."""
         data, format = settings.data, speech.store.format
         self.store, self.batch_size = speech.store, data.eval_batch_size
-        self.recogniser, self.best_by = recogniser, settings.saving.best_by
+        self.recogniser = recogniser
         self.recorded: dict[SpeechClip, str] = {}
         held_out = sorted(speech.parts.held_out, key=lambda clip: clip.fingerprint)
         reader, speakers, most = format.front_end, len(format.speakers), data.num_audio_samples
@@ -284,18 +279,15 @@ class HeldOutClips:
 
     def evaluate(self, voice: Voice, device: torch.device) -> Report:
         """Runs `evaluate_clips` without pitch and speed. A recogniser that fails is left out from then on, with a
-        warning. Raises RecognitionFailed if its error rate selects the best checkpoint."""
+        warning."""
         clips = batch_clips(self.store, self.clips, voice.architecture.mel.hop_size, self.batch_size)
         try:
             found = evaluate_clips(voice, clips, device, recogniser=self.recogniser, recorded=self.recorded, quick=True)
         except RecognitionFailed as failure:
-            if self.best_by == "cer":
-                raise
             log.warning("%s: cer and wer are not measured any more in this run", failure)
             self.recogniser = None
             return self.evaluate(voice, device)
-        scalars = {**found.scalars, "score": SCORES[self.best_by](found.scalars)}
-        return Report(scalars=scalars, headline=("cer",) if "cer" in scalars else ())
+        return Report(scalars=found.scalars, headline=("cer",) if "cer" in found.scalars else ())
 
 
 def evaluate_voice(

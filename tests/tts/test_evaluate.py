@@ -27,7 +27,6 @@ from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.config import TrainTts
 from gputrain.tts.evaluate import (
     LONGEST,
-    SCORES,
     Evaluation,
     HeldOutClips,
     RecognitionFailed,
@@ -309,7 +308,6 @@ def test_a_training_measures_its_held_out_clips(store):
 
 
 @each_row(
-    ({"best_by": "cer"}, "best_by cer needs a recogniser"),
     ({"recogniser": "a", "evaluate_every_steps": 0}, "recogniser has no effect: nothing is evaluated"),
 )
 def test_settings_without_effect_are_refused(store, changes, said):
@@ -317,30 +315,21 @@ def test_settings_without_effect_are_refused(store, changes, said):
         settings_of(store, **changes)
 
 
-def test_the_score_is_that_of_the_chosen_measure_and_recordings_are_read_once(store):
+def test_recordings_are_read_once(store):
     read: list[int] = []
     voice, speech = build(sizes()), speech_of(store)
     count = len(speech.parts.held_out)
-    for best_by in ("distance", "cer"):
-        settings = settings_of(store, best_by=best_by, recogniser="of the test")
-        clips = HeldOutClips(speech, settings, lambda wave_L: read.append(len(wave_L)) or "yes")
-        scalars = clips.evaluate(voice, CPU).scalars
-        assert scalars["score"] == {"distance": -scalars["mcd_sl_db"], "cer": 1 - scalars["cer"]}[best_by] != 0
-    assert len(read) == 2 * 2 * count
-    assert clips.evaluate(voice, CPU).scalars == scalars
-    assert len(read) == 2 * 2 * count + count
-
-
-def test_a_voice_that_cannot_be_read_yet_is_chosen_by_its_distance():
-    """From the first letters that are read, the error rate decides."""
-    silent, near, louder, read = (
-        SCORES["cer"]({"cer": cer, "mcd_sl_db": distance})
-        for cer, distance in ((1.0, 20.0), (1.2, 12.0), (1.0, 15.0), (0.99, 30.0))
+    clips = HeldOutClips(
+        speech, settings_of(store, recogniser="of the test"), lambda wave_L: read.append(len(wave_L)) or "yes"
     )
-    assert silent < louder < near < read
+    scalars = clips.evaluate(voice, CPU).scalars
+    assert scalars["score"] == -scalars["mcd_sl_db"] != 0
+    assert len(read) == 2 * count
+    assert clips.evaluate(voice, CPU).scalars == scalars
+    assert len(read) == 2 * count + count
 
 
-def test_a_failing_recogniser_ends_the_run_only_if_it_chooses_the_best(store, caplog, monkeypatch):
+def test_a_failing_recogniser_is_left_out_from_then_on(store, caplog, monkeypatch):
     class Failing:
         def read(self, wave_L, rate_hz):
             assert not torch.is_autocast_enabled("cpu")  # That of the voice is not the recogniser's.
@@ -354,10 +343,8 @@ def test_a_failing_recogniser_ends_the_run_only_if_it_chooses_the_best(store, ca
     assert "cer" not in scalars
     assert "the recogniser failed on a sound: no such tensor" in caplog.text
     assert "cer and wer are not measured any more in this run" in caplog.text
-    settings = settings_of(store, best_by="cer", recogniser="of the test")
-    with pytest.raises(RecognitionFailed, match="the recogniser failed on a sound") as raised:
-        HeldOutClips(speech, settings, fails).evaluate(voice, CPU)
-    assert "--best-by distance" in raised.value.hint
+    with pytest.raises(RecognitionFailed, match="the recogniser failed on a sound"):
+        fails(np.zeros(RATE_HZ, np.float32))
 
 
 def run_of(folder: Path, store: SpeechStore, *speakers: str) -> tuple[Path, Voice]:
