@@ -35,7 +35,7 @@ from torch import Tensor
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from gputrain import __version__
-from gputrain.asr.architecture import Adapters, preset_architecture
+from gputrain.asr.architecture import preset_architecture
 from gputrain.asr.config import TrainAsr
 from gputrain.asr.data import fill_buckets
 from gputrain.asr.load import predict
@@ -159,7 +159,7 @@ def setting_of(data: Path, clips: int, batch_size: int, *, small: bool) -> Setti
         "freeze_feature_encoder": True, "ema_decay": 0.0,
     })  # fmt: skip
     symbols = len(speech.store.format.vocabulary.symbols)
-    architecture = preset_architecture("base", num_symbols=symbols, adapters=Adapters())
+    architecture = preset_architecture("base", num_symbols=symbols)
     return Setting(settings, {**architecture, **(TINY if small else SMALL)}, speech)
 
 

@@ -21,9 +21,8 @@ from race import OurTraining, assemble_for_cpu, interval, one_thread
 
 from gputrain.asr.config import TrainAsr
 from gputrain.asr.data import AsrTraining
-from gputrain.asr.export import text_of
 from gputrain.asr.kind import AsrWork
-from gputrain.asr.load import predict
+from gputrain.asr.load import greedy_text, predict
 from gputrain.bench import runner
 from gputrain.files import FULL_SCALE
 from gputrain.hw.probe import machine_facts
@@ -72,7 +71,7 @@ def evaluate(model: Any, opened: AsrTraining) -> dict[str, float]:
             model, batch.wave_BT.float() / FULL_SCALE, batch.samples_B.tolist(), normalizes=opened.normalizes
         )
         for logits_TV, frames, member in zip(logits_BTV, frames_B.tolist(), members, strict=True):
-            texts.append((clips[member].normalized, text_of(logits_TV[:frames].numpy(), vocabulary)))
+            texts.append((clips[member].normalized, greedy_text(logits_TV[:frames].numpy(), vocabulary)))
         log_probs_TBV = F.log_softmax(logits_BTV.float(), dim=-1).transpose(0, 1)
         lengths = (frames_B, batch.symbols_B, vocabulary.blank)
         total += float(F.ctc_loss(log_probs_TBV, batch.ids_BS, *lengths, reduction="sum"))

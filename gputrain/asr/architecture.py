@@ -1,7 +1,6 @@
 """Architectures of recognisers: transformers' Wav2Vec2ForCTC at several sizes. Imports no torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from gputrain.errors import UserError
@@ -10,6 +9,7 @@ from gputrain.speech.config import STRIDE
 RecogniserPreset = Literal["tiny", "base", "xls-r-300m", "xls-r-1b"]
 AdapterKind = Literal["none", "lora", "attention"]
 
+ADAPTER_WIDTH = 16  # Width of the attention adapters, as in MMS.
 MODEL_TYPE = "wav2vec2"  # the `model_type` of their configurations
 CONV_KERNELS, CONV_STRIDES = (10, 3, 3, 3, 3, 2, 2), (5, 2, 2, 2, 2, 2, 2)
 
@@ -48,32 +48,24 @@ PRESETS: dict[RecogniserPreset, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Adapters:
-    """The small modules that train, besides the head, if the encoder itself does not."""
-
-    kind: AdapterKind = "none"
-    lora_rank: int = 16
-    attention_size: int = 16  # width of the attention adapters, as in MMS
-
-
-def preset_architecture(preset: RecogniserPreset, *, num_symbols: int, adapters: Adapters) -> dict[str, Any]:
+def preset_architecture(
+    preset: RecogniserPreset, *, num_symbols: int, adapters: AdapterKind = "none"
+) -> dict[str, Any]:
     """Returns the configuration of a preset in the form of transformers' `Wav2Vec2Config`."""
-    sizes = {**SHARED, **PRESETS[preset], "vocab_size": num_symbols, "pad_token_id": 0}
-    return with_adapters(sizes, adapters)
+    return with_adapters({**SHARED, **PRESETS[preset], "vocab_size": num_symbols, "pad_token_id": 0}, adapters)
 
 
-def with_adapters(architecture: Mapping[str, Any], adapters: Adapters) -> dict[str, Any]:
+def with_adapters(architecture: Mapping[str, Any], adapters: AdapterKind) -> dict[str, Any]:
     """Returns a configuration whose model has the attention adapters, if they are asked for. Raises UserError if its
     encoder has no place for them."""
-    if adapters.kind != "attention":
+    if adapters != "attention":
         return dict(architecture)
     if not architecture.get("do_stable_layer_norm"):
         raise UserError(
             "attention adapters need an encoder with do_stable_layer_norm, such as XLS-R or MMS",
             hint="use --adapters lora",
         )
-    return {**architecture, "adapter_attn_dim": architecture.get("adapter_attn_dim") or adapters.attention_size}
+    return {**architecture, "adapter_attn_dim": architecture.get("adapter_attn_dim") or ADAPTER_WIDTH}
 
 
 def check_model_type(model_type: object, source: str) -> None:

@@ -18,7 +18,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from gputrain.asr.load import GreedyDecoder, Recogniser, comparable, load_recogniser, words_of
+from gputrain.asr.load import Recogniser, comparable, greedy_text, load_recogniser
 from gputrain.asr.transcribe import CHUNK_SECONDS, OVERLAP_SECONDS, ChunkLengths, long_log_probs
 from gputrain.audio.io import Samples, resample
 from gputrain.errors import UserError
@@ -51,12 +51,7 @@ class CtcChecker:
 
     def read(self, wave_T: Samples, rate_hz: int) -> str:
         """Transcribes a wave."""
-        return self._text_of(self.log_probs(wave_T, rate_hz))
-
-    def _text_of(self, log_probs_FV: NDArray[np.float32]) -> str:
-        decoder = GreedyDecoder(self.recogniser.vocabulary)
-        decoder.feed(log_probs_FV)
-        return " ".join(word.word for word in words_of(decoder.finish(), self.recogniser.vocabulary, 1.0))
+        return greedy_text(self.log_probs(wave_T, rate_hz), self.recogniser.vocabulary)
 
     def labels(self, text: str) -> list[int]:
         """Returns the labels of a raw text, without letters that the recogniser does not have."""
@@ -69,7 +64,7 @@ class CtcChecker:
         kept = {place for place, own in enumerate(labels) if own}
         if not kept:
             raise NotRecognised(f"the recogniser has no symbol for a letter of {shortened(sentences[0])!r}")
-        if not self._text_of(log_probs_FV):
+        if not greedy_text(log_probs_FV, self.recogniser.vocabulary):
             raise NotRecognised(f"the recogniser writes nothing for a recording of {len(wave_T) / rate_hz:.1f} seconds")
         if len(log_probs_FV) < frames_needed(self._joined([labels[place] for place in sorted(kept)])):
             raise UserError(
@@ -120,8 +115,9 @@ class CtcChecker:
 
     def check_log_probs(self, log_probs_FV: NDArray[np.float32], text: str, other: str = "") -> TranscriptCheck:
         """Does the same for the log-probabilities (F, V) of a recording."""
-        read, reference = self._text_of(log_probs_FV), self.recogniser.vocabulary.normalize(text)
-        cer = character_error_rate(reference, comparable(read, self.recogniser.vocabulary))
+        vocabulary = self.recogniser.vocabulary
+        read = greedy_text(log_probs_FV, vocabulary)
+        cer = character_error_rate(vocabulary.normalize(text), comparable(read, vocabulary))
         return TranscriptCheck(self._loss(log_probs_FV, text), cer, read, self._loss(log_probs_FV, other))
 
     def _loss(self, log_probs_FV: NDArray[np.float32], text: str) -> float:

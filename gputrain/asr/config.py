@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from gputrain.asr.architecture import AdapterKind, Adapters, RecogniserPreset
+from gputrain.asr.architecture import AdapterKind, RecogniserPreset
 from gputrain.audio.config import SoundSaving
 from gputrain.config import ModelName, advanced, changed, config, file_key, opt
 from gputrain.engine.schedule import (
@@ -40,7 +40,7 @@ PUBLISHED = PublishedFiles(
     whole=("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
     needed=("config.json",),
     beside=(
-        "vocab.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+        "vocab.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
         "preprocessor_config.json", "processor_config.json",
     ),
     parts=("adapter.*.safetensors", "adapter.*.bin"), further=adapters_of, example="facebook/wav2vec2-xls-r-300m",
@@ -85,10 +85,6 @@ class Model:
     freeze_encoder_steps: int = opt(default=0, help="First steps in which only the head trains.", min=0)
     hidden_dropout: float = advanced(default=0.0, help="Dropout of the encoder's layers.", min=0, max=0.9)
     layer_drop: float = advanced(default=0.0, help="Probability that a step leaves out a layer.", min=0, max=0.9)
-
-    @property
-    def adapter_sizes(self) -> Adapters:
-        return Adapters(self.adapters, self.lora_rank)
 
     @property
     def trains_features(self) -> bool:

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from gputrain.asr.architecture import MODEL_TYPE, check_model_type, preset_architecture, with_adapters
-from gputrain.asr.config import PlannedSpeech, TrainAsr
+from gputrain.asr.config import PUBLISHED, PlannedSpeech, TrainAsr
 from gputrain.asr.evaluate import HeldOutSpeech
 from gputrain.asr.load import load_run
-from gputrain.asr.pretrained import is_pretrained, local_recogniser, open_pretrained
+from gputrain.asr.pretrained import is_pretrained, open_pretrained
 from gputrain.asr.recipe import RecogniserRecipe
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import load_weights, refuse_nonfinite
 from gputrain.engine.run_folder import Run, write_text
 from gputrain.errors import UserError
-from gputrain.fetch.names import refuse_graph
+from gputrain.fetch.names import local_path, refuse_graph
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.kind_work import TrainingStart
 from gputrain.speech.buckets import Buckets, ClipBatch, ClipSize, Speech, buckets_of, open_speech
@@ -147,9 +147,9 @@ def recogniser_architecture(settings: TrainAsr, vocabulary: Vocabulary | None, n
         check_model_type(kept.get("model_type", MODEL_TYPE), f"the run in {settings.saving.output_dir}")
         architecture = kept
     elif not options.init_from:
-        architecture = preset_architecture(options.preset, num_symbols=num_symbols, adapters=options.adapter_sizes)
+        architecture = preset_architecture(options.preset, num_symbols=num_symbols, adapters=options.adapters)
     else:
-        architecture = with_adapters(_initial_architecture(options.init_from), options.adapter_sizes)
+        architecture = with_adapters(_initial_architecture(options.init_from), options.adapters)
     whole = {
         **architecture,
         "vocab_size": num_symbols,
@@ -195,7 +195,7 @@ def is_own(path: Path) -> bool:
 
 def _initial_architecture(name: str) -> dict[str, Any]:
     """Reads the architecture of a model. Of a published one, the weights are not fetched: a plan needs none."""
-    path = local_recogniser(name, weights=False)
+    path = local_path(name, PUBLISHED, weights=False)
     found = load_run(path).model.config.to_dict() if is_own(path) else open_pretrained(path, name).architecture
     return dict(_plain(found))
 
@@ -212,7 +212,7 @@ def initial_normalizes(settings: TrainAsr) -> bool:
     name = settings.model.init_from
     if not name or saved_architecture(settings) is not None:  # The checkpoint of a resumed run tells.
         return True
-    path = local_recogniser(name)
+    path = local_path(name, PUBLISHED)
     if is_own(path):
         return load_run(path).normalizes
     found = open_pretrained(path, name)
@@ -228,7 +228,7 @@ def init_weights(recipe: RecogniserRecipe, name: str, vocabulary: Vocabulary) ->
     """
     lacking: list[str] = []
     known: Vocabulary | None
-    path = local_recogniser(name)
+    path = local_path(name, PUBLISHED)
     if is_own(path):
         run = load_run(path)
         given, known = run.model, run.vocabulary

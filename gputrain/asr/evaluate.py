@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gputrain.asr.config import Data, TrainAsr
-from gputrain.asr.load import GreedyDecoder, Recogniser, comparable, load_recogniser, words_of
+from gputrain.asr.load import Recogniser, comparable, greedy_text, load_recogniser
 from gputrain.audio.io import from_int16
 from gputrain.config import convert, leaves, read_file
 from gputrain.data_in.split import HELD_OUT_SHARE, GivenFolders
@@ -28,7 +28,6 @@ from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on
 from gputrain.samples import Report, SoundSample, clip_caption
 from gputrain.speech.buckets import Speech, open_speech
-from gputrain.speech.config import STRIDE
 from gputrain.speech.error_rates import character_error_rate, error_rates
 from gputrain.speech.store import SpeechClip, SpeechStore, format_store_folders
 
@@ -209,16 +208,13 @@ def recognise_clips(
     for batch in _batches(clips, BATCH_SECONDS * rate_hz, batch_size):
         log_probs = recogniser.log_probs([from_int16(store.wave(clip)) for clip in batch])
         for clip, log_probs_FV in zip(batch, log_probs, strict=True):
-            decoder = GreedyDecoder(recogniser.vocabulary)
-            decoder.feed(log_probs_FV.numpy())
-            words = words_of(decoder.finish(), recogniser.vocabulary, STRIDE / rate_hz)
             blanks_F = log_probs_FV.argmax(dim=1) == recogniser.vocabulary.blank
             yield RecognisedClip(
                 clip.path,
                 store.format.speakers[clip.speaker],
                 clip.samples / rate_hz,
                 recogniser.vocabulary.normalize(clip.normalized),
-                comparable(" ".join(word.word for word in words), recogniser.vocabulary),
+                comparable(greedy_text(log_probs_FV.numpy(), recogniser.vocabulary), recogniser.vocabulary),
                 float(blanks_F.double().mean()) if len(blanks_F) else 1.0,
             )
         done += len(batch)

@@ -8,8 +8,7 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gputrain.asr import model as networks
-from gputrain.asr.load import GreedyDecoder, Recogniser
+from gputrain.asr.load import Recogniser, greedy_text
 from gputrain.audio.export import check_file_name, cpu_copy, exported, load_line, write_onnx
 from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.synthetic import say, sentences
@@ -61,13 +60,6 @@ def comparison_sounds(recogniser: Recogniser, data_path: Path | None) -> list[Sa
         )
     step = max(1, len(store.clips) // COMPARED_CLIPS)
     return [from_int16(store.wave(clip)) for clip in store.clips[::step][:COMPARED_CLIPS]]
-
-
-def text_of(log_probs_FV: Floats, vocabulary: Vocabulary) -> str:
-    """Returns the text of log-probabilities or logits by greedy decoding."""
-    decoder = GreedyDecoder(vocabulary)
-    decoder.feed(log_probs_FV)
-    return vocabulary.text_of([spelled.symbol for spelled in decoder.finish()])
 
 
 def largest_difference(
@@ -166,7 +158,7 @@ def _stock_transformers(recogniser: Recogniser, folder: Path) -> Compute:
         with torch.no_grad():
             logits_FV: Floats = model(**inputs).logits[0].numpy()
         decoded = " ".join(processor.decode(logits_FV.argmax(axis=1)).lower().split())
-        if decoded != text_of(logits_FV, recogniser.vocabulary):
+        if decoded != greedy_text(logits_FV, recogniser.vocabulary):
             raise RuntimeError(f"transformers' tokenizer writes {decoded!r}, expected its own symbols")
         return logits_FV
 
@@ -293,7 +285,7 @@ def export_sherpa(
         )
     sounds = comparison_sounds(recogniser, data_path)
     steps = StepProgress(progress, 3 + 3 * len(sounds))
-    texts = [text_of(recogniser.log_probs([sound])[0].numpy(), recogniser.vocabulary) for sound in sounds]
+    texts = [greedy_text(recogniser.log_probs([sound])[0].numpy(), recogniser.vocabulary) for sound in sounds]
     steps.next()
     with written_aside(folder) as aside:
         write_recogniser_graph(recogniser, aside / "model.onnx")
@@ -315,27 +307,22 @@ def export_sherpa(
             pair = next((read, text) for read, text in zip(heard["model.onnx"], texts, strict=True) if read != text)
             raise RuntimeError(f"sherpa-onnx writes {pair[0]!r}, expected {pair[1]!r}")
         files = [folder / path.name for path in sorted(aside.iterdir())]
-        sizes = [f"{path.name} {path.stat().st_size / 1e6:.3g} MB" for path in sorted(aside.iterdir())]
-    figures: dict[str, object] = {
-        "of": recogniser.source,
-        "files": ", ".join(sizes),
-        "largest difference of a log-probability": f"{difference:.4g}",
-    }
+    notes = [
+        "Use it: sherpa_onnx.OfflineRecognizer.from_omnilingual_asr_ctc("
+        f'"{folder / "model.int8.onnx"}", "{folder / "tokens.txt"}")'
+    ]
+    made = exported(files, recogniser.source, "log-probability", difference, notes)
     if any(texts):
-        figures["compared transcripts"] = f"{len(texts)}, of {sum(map(len, texts))} characters"
-        figures["characters that differ"] = f"{100 * changed:.3g} %, with int8 {100 * changed_int8:.3g} %"
+        made.figures["compared transcripts"] = f"{len(texts)}, of {sum(map(len, texts))} characters"
+        made.figures["characters that differ"] = f"{100 * changed:.3g} %, with int8 {100 * changed_int8:.3g} %"
     else:
-        figures["compared transcripts"] = "none, since the recogniser writes nothing for these sounds"
+        made.figures["compared transcripts"] = "none, since the recogniser writes nothing for these sounds"
         log.warning(
             "no transcript could be compared, and nothing tells what int8 changes: the recogniser writes nothing for "
             "%s; name other speech with --data-path",
             data_path or "synthetic speech",
         )
-    notes = [
-        "Use it: sherpa_onnx.OfflineRecognizer.from_omnilingual_asr_ctc("
-        f'"{folder / "model.int8.onnx"}", "{folder / "tokens.txt"}")'
-    ]
-    return Exported(files, figures, notes)
+    return made
 
 
 def changed_share(texts: Sequence[str], others: Sequence[str]) -> float:
@@ -349,7 +336,8 @@ def quantize(path: Path, target: Path) -> None:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     large = (path.parent / f"{path.stem}.weights").is_file()
-    with _without_log_lines():
+    logging.disable(logging.WARNING)  # onnxruntime writes advice to the root logger.
+    try:
         quantize_dynamic(
             path,
             target,
@@ -357,18 +345,8 @@ def quantize(path: Path, target: Path) -> None:
             weight_type=QuantType.QUInt8,
             use_external_data_format=large,
         )
-
-
-@contextmanager
-def _without_log_lines() -> Iterator[None]:
-    """Keeps onnxruntime's advice, which it writes to the root logger, off the terminal."""
-    root = logging.getLogger()
-    before = root.level
-    root.setLevel(logging.ERROR)
-    try:
-        yield
     finally:
-        root.setLevel(before)
+        logging.disable(logging.NOTSET)
 
 
 def _transcribed_by(stock: Any, wave_L: Samples, recogniser: Recogniser) -> str:

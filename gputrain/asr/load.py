@@ -17,10 +17,12 @@ from torch import Tensor
 
 from gputrain.asr import model as networks
 from gputrain.asr.architecture import MODEL_TYPE, check_model_type
-from gputrain.asr.pretrained import VOCABULARY, is_pretrained, local_recogniser, open_pretrained
+from gputrain.asr.config import PUBLISHED
+from gputrain.asr.pretrained import VOCABULARY, is_pretrained, open_pretrained
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import format_list, load_weights, refuse_nonfinite, trained_weights
 from gputrain.errors import UserError, first_line
+from gputrain.fetch.names import local_path
 from gputrain.speech.config import ENCODER_RATE, FIELD, encoder_frames
 from gputrain.speech.subtitles import TimedWord
 from gputrain.speech.text.vocabulary import UNDETERMINED, Vocabulary
@@ -78,7 +80,7 @@ def predict(model: Any, wave_BL: Tensor, samples: Sequence[int], *, normalizes: 
 def load_recogniser(name: str | Path, device: torch.device) -> Recogniser:
     """Loads a recogniser for inference: of a run, a checkpoint, or a folder of transformers, or a published one. Raises
     UserError if it doesn't exist, is damaged or is of another kind."""
-    path = local_recogniser(name)
+    path = local_path(name, PUBLISHED)
     loaded = load_pretrained(path, str(name)) if is_pretrained(path) else load_run(path)
     refuse_nonfinite(loaded.model.state_dict(), loaded.source)
     loaded.model.requires_grad_(False).eval().to(device)
@@ -135,6 +137,23 @@ class Spelled:
     end: int
 
 
+def greedy_symbols(best_F: NDArray[np.integer[Any]], blank: int) -> list[Spelled]:
+    """Returns the symbols of frames whose most probable ones are given: repeats are one symbol and blanks none (Graves
+    et al. 2006, section 2)."""
+    edges = [0, *(np.flatnonzero(np.diff(best_F)) + 1).tolist(), len(best_F)]
+    return [
+        Spelled(int(best_F[begin]), begin, end)
+        for begin, end in pairwise(edges)
+        if begin < end and best_F[begin] != blank
+    ]
+
+
+def greedy_text(log_probs_FV: NDArray[np.floating[Any]], vocabulary: Vocabulary) -> str:
+    """Returns the text of log-probabilities or logits by greedy decoding."""
+    symbols = greedy_symbols(log_probs_FV.argmax(axis=1), vocabulary.blank)
+    return vocabulary.text_of([spelled.symbol for spelled in symbols])
+
+
 def words_of(symbols: Sequence[Spelled], vocabulary: Vocabulary, frame_seconds: float) -> list[TimedWord]:
     """Returns the words between delimiters, with times."""
     words = []
@@ -150,27 +169,3 @@ def comparable(read: str, vocabulary: Vocabulary) -> str:
     """Returns what was read as normalised texts are written. Recognisers of other programs may write capitals and
     punctuation; the others write nothing but normalised text."""
     return vocabulary.normalize(read) if vocabulary.language == UNDETERMINED else read
-
-
-class GreedyDecoder:
-    """Takes the most probable symbol of every frame, by which repeats are one symbol and blanks none (Graves et al.
-    2006, section 2). It gets the log-probabilities piece by piece, so that a recording of any length needs little
-    memory."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self.blank = vocabulary.blank
-        self.best: list[NDArray[np.int64]] = []
-
-    def feed(self, log_probs_FV: NDArray[np.floating]) -> None:
-        """Takes the next frames."""
-        self.best.append(log_probs_FV.argmax(axis=1))
-
-    def finish(self) -> list[Spelled]:
-        """Returns the symbols of all frames."""
-        best_F = np.concatenate([np.empty(0, np.int64), *self.best])
-        edges = [0, *(np.flatnonzero(np.diff(best_F)) + 1).tolist(), len(best_F)]
-        return [
-            Spelled(int(best_F[begin]), begin, end)
-            for begin, end in pairwise(edges)
-            if begin < end and best_F[begin] != self.blank
-        ]

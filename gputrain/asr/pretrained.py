@@ -21,7 +21,6 @@ from gputrain.asr.architecture import MODEL_TYPE, check_frames, check_model_type
 from gputrain.asr.config import PUBLISHED
 from gputrain.engine import checkpoint
 from gputrain.errors import UserError, first_line
-from gputrain.fetch.names import local_path
 from gputrain.speech.config import ENCODER_RATE
 from gputrain.speech.text.vocabulary import ABSENT, BLANK, DELIMITER, UNDETERMINED, UNKNOWN, Vocabulary
 from gputrain.weights import is_safetensors, log_unused, other_file, read_weights_file
@@ -30,9 +29,8 @@ log = logging.getLogger(__name__)
 
 # ----------------------------------------------------------------------------------------------------------- tokenizers
 
-VOCABULARY, FAST = "vocab.json", "tokenizer.json"
+VOCABULARY = "vocab.json"
 SETTINGS, SPECIAL_TOKENS, ADDED_TOKENS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
-FILES = (VOCABULARY, FAST, SETTINGS, SPECIAL_TOKENS, ADDED_TOKENS)
 COPY_AGAIN = "copy the model's folder again"
 MOST_LISTED = 8  # Number of names in a message.
 MOST_UNNAMED = 4  # So many rows of a head are for special tokens that no file names.
@@ -134,20 +132,9 @@ def read_tokenizer(folder: Path) -> StockTokenizer | None:
     """Returns the tokenizer of a folder, None if it has none. Raises UserError if it is damaged."""
     settings = {**_settings(folder / SPECIAL_TOKENS), **_settings(folder / SETTINGS)}
     path, added = folder / VOCABULARY, _added(folder, settings)
-    found: Any
-    if path.is_file():
-        found = read_json(path)
-    elif (folder / FAST).is_file():
-        path, content = folder / FAST, read_json(folder / FAST)
-        model, decoder = content.get("model"), content.get("decoder")
-        found = model.get("vocab") if isinstance(model, dict) else None
-        if not isinstance(found, dict):
-            raise UserError(f"{path}: no mapping of symbols to ids", hint=f"add the {VOCABULARY} of the model")
-        rows = content.get("added_tokens")
-        added = {**added, **_ids_of(row for row in rows or () if isinstance(row, dict))}
-        settings = {**(decoder if isinstance(decoder, dict) else {}), **settings}
-    else:
+    if not path.is_file():
         return None
+    found = read_json(path)
     nested = bool(found) and all(isinstance(inner, dict) for inner in found.values())
     for symbols in found.values() if nested else (found,):
         _check_ids(path, symbols)
@@ -281,12 +268,6 @@ class StockRecogniser:
         return model.float().train(), [name for name in missing if "masked_spec_embed" not in name]
 
 
-def local_recogniser(name: str | Path, *, weights: bool = True) -> Path:
-    """Returns the local path of a recogniser that is named by its path or by a published name. Without `weights`, those
-    of a published one are not fetched. Raises UserError if there is none."""
-    return local_path(name, PUBLISHED, weights=weights)
-
-
 def is_pretrained(path: Path) -> bool:
     """Returns True if a path leads to a model of transformers, and not to a run or a checkpoint of train-asr: to a
     folder with a configuration, or a file in it."""
@@ -390,7 +371,7 @@ def _language_of(
     """Returns the language whose adapter is to be loaded, None if the main weights are those to use. Raises UserError
     if neither is right."""
     wanted = named or tokenizer.target_language
-    own, head = tokenizer.rows_of(wanted), architecture["vocab_size"]  # Raises UserError if no language is chosen.
+    own = tokenizer.rows_of(wanted)  # Raises UserError if no language is chosen.
     if wanted is None:
         return None
     present = _adapters(folder)
@@ -398,13 +379,10 @@ def _language_of(
         if not architecture.get("adapter_attn_dim"):
             raise UserError(f"{name}: {CONFIG} has no adapter_attn_dim, so that no adapter fits", hint="copy it again")
         return wanted
-    if named is None and not tokenizer.of_language:
-        return None
-    if named is None:  # The main weights are known to be of a language whose symbols alone are as many as their head's.
-        sizes = [tokenizer.rows_of(language) for language in tokenizer.of_language]
-        if len(sizes) == 1 and tokenizer.fits(wanted, head):
-            return None
-        if own == head and (wanted == MAIN_LANGUAGE or sizes.count(own) == 1):
+    if named is None:
+        head, languages = architecture["vocab_size"], len(tokenizer.of_language)
+        is_english = wanted == MAIN_LANGUAGE and own == head
+        if languages == 0 or is_english or (languages == 1 and tokenizer.fits(wanted, head)):
             return None
     have = f"it has those of {format_languages(present, like=wanted)}" if present else "it has none"
     raise UserError(

@@ -217,15 +217,6 @@ class RecogniserRecipe(BucketRecipe):
             yield BatchStat("blank_share", blanks_B.sum() / batch.global_clips)
             yield BatchStat("infinite", (losses_B == 0).sum().to(self.dtype) / batch.global_clips)
 
-    def average(self, step: int) -> None:
-        if self.settings.schedule.ema_decay:
-            self.ema.update(self.model, step)
-
-    @property
-    def best_model(self) -> Any:
-        """The EMA of the recogniser, or the recogniser itself if the EMA is off."""
-        return self.ema.average if self.settings.schedule.ema_decay else self.model
-
 
 def trained_parameters(model: Any, settings: TrainAsr) -> list[nn.Parameter]:
     """Returns the parameters that the settings train, in the model's order."""

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from gputrain.asr.config import Transcribe, TranscriptFormat
-from gputrain.asr.load import GreedyDecoder, Recogniser, load_recogniser, predict, words_of
+from gputrain.asr.load import Recogniser, greedy_symbols, load_recogniser, predict, words_of
 from gputrain.asr.model import NORMALIZING_EPSILON
 from gputrain.audio.io import HOW_TO_CONVERT, Mixing, Samples, length_of, read_in_blocks
 from gputrain.audio.prepare import scan_recordings
@@ -256,12 +256,13 @@ def transcribe_sound(
             f"{path}: lasts {1000 * sound.samples / rate_hz:.3g} ms, less than a frame, {1000 * FIELD / rate_hz:g} ms",
             hint="leave it out, or record it again",
         )
-    decoder, frames = GreedyDecoder(recogniser.vocabulary), 0
+    best, frames = [], 0  # A symbol a frame is all that a long recording leaves in memory.
     for log_probs_FV in log_prob_pieces(recogniser, blocks, sound, lengths):
-        decoder.feed(log_probs_FV)
+        best.append(log_probs_FV.argmax(axis=1))
         frames += len(log_probs_FV)
         advance(frames * STRIDE / rate_hz)
-    words = words_of(decoder.finish(), recogniser.vocabulary, STRIDE / rate_hz)
+    symbols = greedy_symbols(np.concatenate(best), recogniser.vocabulary.blank)
+    words = words_of(symbols, recogniser.vocabulary, STRIDE / rate_hz)
     return Transcript(str(path), " ".join(word.word for word in words), words, sound.samples / rate_hz)
 
 

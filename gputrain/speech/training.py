@@ -19,6 +19,7 @@ from typing_extensions import Self
 
 from gputrain.data_in.split import digests, warn_of_few_held_out
 from gputrain.engine.distributed import BatchDraws
+from gputrain.engine.optim import Ema
 from gputrain.engine.run_folder import Run
 from gputrain.engine.stop import format_duration
 from gputrain.errors import UserError
@@ -181,7 +182,17 @@ class BucketRecipe:
     clip: ClipSize
     hop_size: int  # Samples from a frame to the next.
     held_out: Any  # Samples and evaluates a model; None: there is neither.
-    best_model: Any
+    model: Any
+    ema: Ema[Any]  # if the settings have an `ema_decay`
+
+    def average(self, step: int) -> None:
+        if self.settings.schedule.ema_decay:
+            self.ema.update(self.model, step)
+
+    @property
+    def best_model(self) -> Any:
+        """The EMA of the model, or the model itself if the EMA is off."""
+        return self.ema.average if self.settings.schedule.ema_decay else self.model
 
     def clips_and_draws(self, loaded: list[ClipBatch], step: int) -> tuple[StepClips, BatchDraws]:
         """Returns the clips of a step, of one bucket or of several with gradient accumulation, and its noise."""

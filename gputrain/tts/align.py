@@ -107,16 +107,12 @@ def _search_on_shapes(scores_BTS: Tensor, symbols_B: Tensor, frames_B: Tensor) -
 
 
 def _check(scores_BTS: Tensor, symbols_B: Tensor, frames_B: Tensor) -> None:
+    """Raises ValueError for items that have no path, whose search would write beyond the durations."""
     items, most_frames, most_symbols = scores_BTS.shape
-    if not len(symbols_B) == len(frames_B) == items:
-        raise ValueError(f"{len(symbols_B)} counts of symbols, {len(frames_B)} of frames, and scores of {items} items")
-    for item, (symbols, frames) in enumerate(zip(symbols_B.tolist(), frames_B.tolist(), strict=True)):
-        if not 1 <= symbols <= frames:
-            raise ValueError(f"item {item}: {frames} frames for {symbols} symbols; every symbol needs at least one")
-        if symbols > most_symbols or frames > most_frames:
-            raise ValueError(
-                f"item {item}: {frames} frames and {symbols} symbols, but scores of {most_frames} and {most_symbols}"
-            )
+    counts = list(zip(symbols_B.tolist(), frames_B.tolist(), strict=True))
+    wrong = [pair for pair in counts if not 1 <= pair[0] <= min(pair[1], most_symbols) or pair[1] > most_frames]
+    if wrong or len(counts) != items:
+        raise ValueError(f"{wrong or len(counts)} (symbols, frames) of items for scores of {tuple(scores_BTS.shape)}")
 
 
 @functools.cache

@@ -50,7 +50,6 @@ from gputrain.speech.text.frontend import PAD_ID, Frontend
 from gputrain.tts import measures
 from gputrain.tts.config import TrainTts
 from gputrain.tts.load import TrainedVoice, read_trained
-from gputrain.tts.measures import AlignmentHealth
 from gputrain.tts.model import Voice
 from gputrain.tts.reading import (
     EncodedClips,
@@ -124,7 +123,6 @@ class _Tally:
     mismatch: list[float] = field(default_factory=list)
     rtf: list[float] = field(default_factory=list)
     pitch: PitchMatch = field(default_factory=PitchMatch)
-    health: AlignmentHealth = field(default_factory=AlignmentHealth)
     edits: dict[str, Edits] = field(default_factory=lambda: defaultdict(Edits))
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
@@ -140,9 +138,7 @@ class _Tally:
         durations, scores = found.durations_BS.cpu().numpy(), found.scores_BTS.float().cpu().numpy()
         sizes = zip(batch.symbols_B.tolist(), batch.frames_B.tolist(), strict=True)
         for item, (symbols, frames) in enumerate(sizes):
-            durations_S = durations[item, :symbols]
-            self.health += measures.alignment_health(durations_S, batch.ids_BS[item, :symbols].numpy() == PAD_ID)
-            self.sums["gain"] += measures.alignment_gain(scores[item, :frames, :symbols], durations_S)
+            self.sums["gain"] += measures.alignment_gain(scores[item, :frames, :symbols], durations[item, :symbols])
 
     def add_spoken(self, made_L: Samples, real_L: Samples, mel: Mel, quick: bool) -> None:
         floor_hz, ceiling_hz = PITCH_HZ
@@ -173,7 +169,6 @@ class _Tally:
             "mel_distance": sums["mel_distance"] / sums["frames"],
             "kl": sums["kl"] / sums["frames"],
             "duration": sums["duration"] / sums["symbols"],
-            **self.health.scalars(),
             "alignment_gain": sums["gain"] / clips,
             **{name: edits.rate for name, edits in self.edits.items()},
             "rtf": statistics.median(self.rtf[1:] or self.rtf) if self.rtf else None,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gputrain import kinds
 from gputrain.audio.config import ClipEvaluation
+from gputrain.formatting import counted
 from gputrain.planner.kind_work import SLOW_TO_COMPILE, KindWork, PlannedTraining, StepTraits, SyntheticWork
 from gputrain.speech.config import HOP_SIZE
 from gputrain.speech.data_commands import PREPARED_SPEECH, RATE_HZ, prepare_command, validate_command, write_demo_speech
@@ -64,18 +65,14 @@ def export_piper(settings: Any, progress: kinds.ReportProgress, *, sherpa: bool 
     )
 
 
-def export_sherpa(settings: Any, progress: kinds.ReportProgress) -> kinds.Exported:
-    return export_piper(settings, progress, sherpa=True)
-
-
 def speak(settings: Speak, output: kinds.CommandOutput) -> None:
     from gputrain.tts.speak import speak_text
 
     with output.progress("speaking", shown=settings.has_whole_text and not settings.streams) as progress:
         done = speak_text(settings, progress)
-    sentences = "1 sentence" if done.sentences == 1 else f"{done.sentences} sentences"
     output.message(
-        f"{sentences}, {done.sound_seconds:.1f} s of sound, {done.real_time_factor:.3f} s of computing for each; "
+        f"{counted(done.sentences, 'sentence')}, {done.sound_seconds:.1f} s of sound, "
+        f"{done.real_time_factor:.3f} s of computing for each; "
         f"{', '.join(str(file) for file in done.files[:3])}"
     )
 
@@ -212,7 +209,9 @@ KIND = kinds.ModelKind(
     exporters={
         "piper": kinds.Exporter(export_piper, frozenset({"name", "language_code", "default_speaker"}), kinds.ONNX),
         "sherpa": kinds.Exporter(
-            export_sherpa, frozenset({"name", "language_code", "default_speaker"}), (*kinds.ONNX, "sherpa_onnx")
+            partial(export_piper, sherpa=True),
+            frozenset({"name", "language_code", "default_speaker"}),
+            (*kinds.ONNX, "sherpa_onnx"),
         ),
     },
     commands=(

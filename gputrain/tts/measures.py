@@ -6,7 +6,7 @@ Shapes: T samples, F frames of a sound, M mel bands, C coefficients, P steps of 
 """
 
 import unicodedata
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -106,55 +106,6 @@ def cheapest_path(cost_RC: Floats) -> tuple[Integers, Integers]:
         path.append((at[0] - (step != 1), at[1] - (step != 2)))
     pairs_P2 = np.array(path[::-1])
     return pairs_P2[:, 0], pairs_P2[:, 1]
-
-
-@dataclass(frozen=True)
-class AlignmentHealth:
-    """Statistics of an alignment, from the durations of its symbols. Sums over clips, which can be added.
-
-    A voice does not learn symbols that have only the minimum number of frames, nor from many frames of a single
-    symbol. The mean distance from the diagonal is 0 for a uniform alignment, and 0.25 to 0.5 if one symbol has nearly
-    all frames.
-    """
-
-    clips: int = 0
-    symbols: int = 0  # a symbol and the blanks after it count as one
-    skipped: int = 0  # symbols with the minimum number of frames
-    longest_share: float = 0.0  # share of frames of a clip's longest symbol, summed over clips
-    off_diagonal: float = 0.0  # mean distance from a uniform alignment, relative to the text; summed over clips
-
-    def __add__(self, other: "AlignmentHealth") -> "AlignmentHealth":
-        return AlignmentHealth(*(ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
-
-    def scalars(self) -> dict[str, float]:
-        """Returns the means; empty without clips."""
-        if not self.clips:
-            return {}
-        return {
-            "skipped_share": self.skipped / self.symbols,
-            "longest_symbol_share": self.longest_share / self.clips,
-            "off_diagonal": self.off_diagonal / self.clips,
-        }
-
-
-def alignment_health(durations_S: Integers, blank_S: NDArray[np.bool_]) -> AlignmentHealth:
-    """Returns the statistics of one clip, from its durations in frames, all at least 1; `blank_S` is True for the
-    blanks between symbols."""
-    first_S = ~blank_S
-    first_S[0] = True
-    starts = np.flatnonzero(first_S)
-    frames_S = np.add.reduceat(durations_S, starts)
-    least_S = np.diff(starts, append=len(durations_S))
-    frames, symbols = int(durations_S.sum()), len(durations_S)
-    reading_F = (np.repeat(np.arange(symbols), durations_S) + 0.5) / symbols
-    even_F = (np.arange(frames) + 0.5) / frames
-    return AlignmentHealth(
-        clips=1,
-        symbols=len(starts),
-        skipped=int((frames_S == least_S).sum()),
-        longest_share=float(frames_S.max() / frames),
-        off_diagonal=float(np.abs(reading_F - even_F).mean()),
-    )
 
 
 def alignment_gain(scores_FS: Floats, durations_S: Integers) -> float:

@@ -104,7 +104,7 @@ class VoiceRecipe(BucketRecipe):
         self.hop_size = self.mel.hop_size
         schedule = settings.schedule
         torch.manual_seed(schedule.seed)
-        self.voice = self._build_voice()
+        self.model = self.voice = self._build_voice()
         self.by_kind = {"waves": vits_discriminators(settings.model.discriminator_channels)}
         self.discriminators = runtime.place(nn.ModuleDict(self.by_kind))
         self.modules: dict[str, nn.Module] = {"voice": self.voice, "discriminators": self.discriminators}
@@ -275,17 +275,6 @@ class VoiceRecipe(BucketRecipe):
         """Returns whether the step has the alignment prior. It decides with the shapes of a batch which kernels a step
         has, and so it is the key of its CUDA graph."""
         return self._prior_weight(step) > 0
-
-    # ------------------------------------------------------------------------------------------------ after the step
-
-    def average(self, step: int) -> None:
-        if self.settings.schedule.ema_decay:
-            self.ema.update(self.voice, step)
-
-    @property
-    def best_model(self) -> Voice:
-        """The EMA of the voice, or the voice itself if the EMA is off."""
-        return self.ema.average if self.settings.schedule.ema_decay else self.voice
 
 
 def divergence_from_prior(

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from gputrain.asr import architecture
-from gputrain.asr.architecture import Adapters, preset_architecture
+from gputrain.asr.architecture import preset_architecture
 from gputrain.asr.model import build_recogniser
 from gputrain.engine import checkpoint
 from gputrain.speech.text.vocabulary import Vocabulary
@@ -38,7 +38,7 @@ def small_preset() -> Iterator[None]:
 
 def tiny_architecture(vocabulary: Vocabulary = VOCABULARY, **changes: Any) -> dict[str, Any]:
     """Returns the architecture of a model with 20 thousand weights."""
-    whole = preset_architecture("tiny", num_symbols=len(vocabulary.symbols), adapters=Adapters())
+    whole = preset_architecture("tiny", num_symbols=len(vocabulary.symbols))
     return {**whole, **SIZES, "pad_token_id": vocabulary.blank, **changes}
 
 

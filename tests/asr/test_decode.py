@@ -5,18 +5,15 @@ import math
 import numpy as np
 import pytest
 
-from gputrain.asr.load import GreedyDecoder, Spelled, words_of
+from gputrain.asr.load import Spelled, greedy_symbols, greedy_text, words_of
 from gputrain.speech.subtitles import TimedWord
 from gputrain.speech.text.vocabulary import Vocabulary
-from tests.tables import each_row
 
 VOCABULARY = Vocabulary("und", ("<pad>", "<unk>", "|", "a", "b"))
 
 
-def spoken(decoder, log_probs: np.ndarray, pieces: int = 1) -> list[TimedWord]:
-    for piece in np.array_split(log_probs, pieces):
-        decoder.feed(piece)
-    return words_of(decoder.finish(), VOCABULARY, 0.02)
+def spoken(log_probs: np.ndarray) -> list[TimedWord]:
+    return words_of(greedy_symbols(log_probs.argmax(axis=1), VOCABULARY.blank), VOCABULARY, 0.02)
 
 
 def frames(path: list[int], probability: float = 0.9) -> np.ndarray:
@@ -29,24 +26,23 @@ PATH = [0, 0, 2, 3, 3, 0, 3, 4, 0, 2, 2, 0, 4, 4, 4, 0, 2]
 WORDS = [TimedWord("aab", 0.06, 0.16), TimedWord("b", 0.24, 0.30)]
 
 
-@each_row(1, 2, 5, 17)
-def test_words_have_the_times_of_their_letters(pieces):
-    words = spoken(GreedyDecoder(VOCABULARY), frames(PATH), pieces)
+def test_words_have_the_times_of_their_letters():
+    words = spoken(frames(PATH))
     assert [word.word for word in words] == ["aab", "b"]
     for found, expected in zip(words, WORDS, strict=True):
         assert (found.start, found.end) == pytest.approx((expected.start, expected.end))
 
 
 def test_no_frames_and_only_blanks_give_no_word():
-    assert spoken(GreedyDecoder(VOCABULARY), np.empty((0, 5))) == []
+    assert spoken(np.empty((0, 5))) == []
     for path in ([0, 0], [0, 2, 0]):
-        assert spoken(GreedyDecoder(VOCABULARY), frames(path)) == []
+        assert spoken(frames(path)) == []
 
 
 def test_repeats_are_one_symbol_and_blanks_none():
-    decoder = GreedyDecoder(VOCABULARY)
-    decoder.feed(frames([0, 3, 3, 0, 3, 4, 4, 0, 0, 2]))
-    assert [spelled.symbol for spelled in decoder.finish()] == [3, 3, 4, 2]
+    log_probs = frames([0, 3, 3, 0, 3, 4, 4, 0, 0, 2])
+    assert [spelled.symbol for spelled in greedy_symbols(log_probs.argmax(axis=1), 0)] == [3, 3, 4, 2]
+    assert greedy_text(log_probs, VOCABULARY) == "aab"
 
 
 def test_words_join_to_the_text_of_the_symbols():

@@ -18,8 +18,7 @@ from gputrain.asr.evaluate import (
     recognise_clips,
     report_of,
 )
-from gputrain.asr.export import text_of
-from gputrain.asr.load import Recogniser, comparable, load_recogniser
+from gputrain.asr.load import Recogniser, comparable, greedy_text, load_recogniser
 from gputrain.audio.io import from_int16
 from gputrain.data_in.split import HELD_OUT_SHARE
 from gputrain.errors import UserError
@@ -107,7 +106,7 @@ def test_a_recogniser_on_prepared_speech(store: Path, tmp_path: Path) -> None:
     recogniser, opened = load_recogniser(run, torch.device("cpu")), SpeechStore.open(store)
     waves = {clip.path: from_int16(opened.wave(clip)) for clip in opened.clips}
     for clip in report.worst:
-        assert clip.read == text_of(recogniser.log_probs([waves[clip.path]])[0].numpy(), recogniser.vocabulary)
+        assert clip.read == greedy_text(recogniser.log_probs([waves[clip.path]])[0].numpy(), recogniser.vocabulary)
     references, read = [clip.reference for clip in report.worst], [clip.read for clip in report.worst]
     assert report.scalars["cer"] == pytest.approx(jiwer.cer(references, read))
     held_out = evaluate_recogniser(run, store, device="cpu", held_out_share=0.2, max_clips=2)
@@ -126,7 +125,7 @@ def test_capitals_and_punctuation_of_another_program_are_no_errors(store: Path, 
     folder = transformers_folder(tmp_path / "cased", vocabulary)
     recogniser = load_recogniser(folder, torch.device("cpu"))
     written = {
-        text_of(log_probs.numpy(), recogniser.vocabulary)
+        greedy_text(log_probs.numpy(), recogniser.vocabulary)
         for clip in SpeechStore.open(store).clips
         for log_probs in recogniser.log_probs([from_int16(SpeechStore.open(store).wave(clip))])
     }

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gputrain.asr import export
-from gputrain.asr.load import Recogniser, load_recogniser
+from gputrain.asr.load import Recogniser, greedy_text, load_recogniser
 from gputrain.asr.model import add_lora
 from gputrain.errors import UserError
 from gputrain.speech.text.vocabulary import ABSENT, Vocabulary
@@ -56,7 +56,7 @@ def test_transcripts_are_identical_everywhere(
     assert seen[1].leads_to(3 + 3 * export.COMPARED_CLIPS)
     assert str(made.figures["characters that differ"]).startswith("0 %")
     for wave in sounds():
-        ours = export.text_of(recogniser.log_probs([wave])[0].numpy(), vocabulary)
+        ours = greedy_text(recogniser.log_probs([wave])[0].numpy(), vocabulary)
         assert len(ours) > 3
         assert written_by_transformers(tmp_path / "transformers", wave).lower() == ours
         assert heard(tmp_path / "sherpa", wave).lower() == ours
@@ -105,7 +105,7 @@ def test_weights_of_large_graphs_are_a_file_of_their_own(tmp_path: Path, monkeyp
     export.export_sherpa(recogniser, tmp_path / "sherpa")
     assert (tmp_path / "sherpa" / "model.weights").is_file()
     wave = sounds()[0]
-    assert heard(tmp_path / "sherpa", wave) == export.text_of(recogniser.log_probs([wave])[0].numpy(), VOCABULARY)
+    assert heard(tmp_path / "sherpa", wave) == greedy_text(recogniser.log_probs([wave])[0].numpy(), VOCABULARY)
 
 
 def test_low_rank_adapters_are_merged(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_vocabulary_without_delimiter_and_unknown_symbol(tmp_path: Path) -> No
     export.export_sherpa(recogniser, tmp_path / "sherpa")
     export.export_transformers(recogniser, tmp_path / "transformers")
     wave = sounds()[0]
-    ours = export.text_of(recogniser.log_probs([wave])[0].numpy(), vocabulary)
+    ours = greedy_text(recogniser.log_probs([wave])[0].numpy(), vocabulary)
     assert heard(tmp_path / "sherpa", wave) == written_by_transformers(tmp_path / "transformers", wave) == ours != ""
 
 
@@ -171,11 +171,11 @@ def test_any_delimiter_is_a_space_for_transformers(tmp_path: Path, delimiter: st
     with torch.no_grad():  # The delimiter becomes the most probable symbol of half of the frames.
         recogniser.model.lm_head.bias[1] += (log_probs_FV.max(dim=1).values - log_probs_FV[:, 1]).median() + 0.01
     export.export_transformers(recogniser, folder)
-    ours = export.text_of(recogniser.log_probs([wave])[0].numpy(), vocabulary)
+    ours = greedy_text(recogniser.log_probs([wave])[0].numpy(), vocabulary)
     assert written_by_transformers(folder, wave) == ours
     assert " " in ours
     again = load_recogniser(folder, CPU)
-    assert export.text_of(again.log_probs([wave])[0].numpy(), again.vocabulary) == ours
+    assert greedy_text(again.log_probs([wave])[0].numpy(), again.vocabulary) == ours
 
 
 def test_settings_of_the_feature_extractor_are_where_old_and_new_versions_look(tmp_path: Path) -> None:

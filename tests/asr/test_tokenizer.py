@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from gputrain.asr.export import text_of
-from gputrain.asr.load import load_recogniser
+from gputrain.asr.load import greedy_text, load_recogniser
 from gputrain.asr.pretrained import format_languages, read_tokenizer
 from gputrain.errors import UserError
 from tests.asr.models import change_json, tiny_model, transformers_folder, written_by_transformers
@@ -132,31 +131,12 @@ def test_texts_are_those_of_transformers(tmp_path, rows, change):
     folder = folder_of(tmp_path / f"{rows}_{change.__name__}", rows)
     change(folder)
     recogniser = load_recogniser(folder, torch.device("cpu"))
-    ours = text_of(recogniser.log_probs([WAVE])[0].numpy(), recogniser.vocabulary)
+    ours = greedy_text(recogniser.log_probs([WAVE])[0].numpy(), recogniser.vocabulary)
     # transformers 5 leaves a delimiter as it is that is not "|".
     assert ours == written_by_transformers(folder, WAVE).replace("_", " ")
     assert len(ours) > 4
     assert len(recogniser.vocabulary.symbols) == rows
     assert recogniser.vocabulary.blank == 10
-
-
-def test_a_fast_tokenizer_without_a_vocabulary_of_its_own(tmp_path):
-    """The reference is the same vocabulary as vocab.json."""
-    folder = folder_of(tmp_path / "model", 13)
-    beyond_the_head(folder)
-    expected = vocabulary_of(folder, 13)
-    content = {
-        "model": {"type": "WordLevel", "vocab": LETTERS},
-        "added_tokens": [{"id": 11, "content": "<s>"}, {"id": 12, "content": "</s>"}],
-        "decoder": {"type": "CTC", "pad_token": "[PAD]", "word_delimiter_token": "|"},
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-    for name in ("vocab.json", "added_tokens.json", "tokenizer_config.json"):
-        (folder / name).unlink()
-    assert vocabulary_of(folder, 13) == expected
-    (folder / "tokenizer.json").write_text('{"model": {"type": "Unigram", "vocab": [["a", 0.1]]}}')
-    with pytest.raises(UserError, match="no mapping of symbols to ids"):
-        read_tokenizer(folder)
 
 
 def test_letters_beyond_the_head_and_rows_without_names_are_said(tmp_path, caplog):

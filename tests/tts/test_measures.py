@@ -11,7 +11,7 @@ from gputrain.audio.metrics import mel_cepstral_distortion
 from gputrain.errors import UserError
 from gputrain.speech.error_rates import Edits, character_edits, word_edits
 from gputrain.tts import measures
-from gputrain.tts.measures import AlignmentHealth, alignment_health, compare, plain
+from gputrain.tts.measures import compare, plain
 from tests.tables import each_row
 
 RATE = 16000
@@ -101,32 +101,6 @@ def test_a_semitone_is_100_cents():
 def test_less_than_a_frame_is_an_error():
     with pytest.raises(UserError, match="the made sound has 10 samples, less than a frame of 160"):
         compare(tone(200)[:10], tone(200), MEL)
-
-
-def test_the_health_of_an_even_alignment():
-    """With blanks between symbols and three frames each, no symbol is skipped and none is dominant."""
-    durations, blank = np.full(9, 3), np.arange(9) % 2 == 0
-    health = alignment_health(durations, blank)
-    assert health == AlignmentHealth(1, 5, 0, pytest.approx(6 / 27), pytest.approx(np.abs([-1, 0, 1]).mean() / 27))
-    assert (health + health).scalars() == pytest.approx(health.scalars())
-    assert AlignmentHealth().scalars() == {}
-
-
-@each_row((0, 0.5), (50, 0.25), (100, 0.5))
-def test_the_health_of_a_collapsed_alignment(at, off):
-    durations = np.ones(101, np.int64)
-    durations[at] = 10_000
-    found = alignment_health(durations, np.arange(101) % 2 == 0).scalars()
-    assert found["skipped_share"] == pytest.approx(50 / 51)
-    assert found["longest_symbol_share"] == pytest.approx(10_001 / 10_100, abs=2e-4)
-    assert found["off_diagonal"] == pytest.approx(off, abs=0.01)
-
-
-def test_a_symbol_is_skipped_if_its_blank_has_nothing_either():
-    durations, blank = np.array([1, 1, 5, 1, 1, 2, 1]), np.array([0, 1, 0, 1, 0, 0, 1], bool)
-    # The first symbol with its blank, and the third, which has none, are skipped.
-    assert alignment_health(durations, blank).skipped == 2
-    assert alignment_health(durations, blank).symbols == 4
 
 
 def test_the_gain_of_an_alignment_over_an_even_one():
