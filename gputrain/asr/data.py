@@ -197,11 +197,7 @@ def _initial_architecture(name: str) -> dict[str, Any]:
     """Reads the architecture of a model. Of a published one, the weights are not fetched: a plan needs none."""
     path = local_path(name, PUBLISHED, weights=False)
     found = load_run(path).model.config.to_dict() if is_own(path) else open_pretrained(path, name).architecture
-    return dict(_plain(found))
-
-
-def _plain(architecture: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {name: value for name, value in architecture.items() if name not in NO_ARCHITECTURE}
+    return {name: value for name, value in found.items() if name not in NO_ARCHITECTURE}
 
 
 def initial_normalizes(settings: TrainAsr) -> bool:

@@ -30,6 +30,7 @@ from gputrain.samples import Report, SoundSample, clip_caption
 from gputrain.speech.buckets import Speech, open_speech
 from gputrain.speech.error_rates import character_error_rate, error_rates
 from gputrain.speech.store import SpeechClip, SpeechStore, format_store_folders
+from gputrain.speech.text.frontend import shortened
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,6 @@ LENGTHS = (0.0, 2.0, 4.0, 8.0, 16.0, math.inf)  # Edges of the groups by length,
 MOST_LISTED = 20  # Number of the worst clips and of the most frequent confusions in a report.
 SHOWN_CLIPS = 8  # Held-out clips whose transcripts are samples of a training.
 MOST_SHOWN = 5  # Number of them on the terminal.
-LONGEST_SHOWN = 60  # characters
 NOTHING = ""  # Stands for a letter or word that was left out or added.
 ONLY_BLANKS = 0.995  # Above this share of blanks, nothing is written.
 SPOKEN = 0.97  # Below this share, the recogniser has begun to write.
@@ -113,8 +113,8 @@ class RecogniserReport:
         for number, clip in enumerate(self.worst[:MOST_SHOWN], start=1):
             if clip.cer:
                 figures[f"worst clip {number}"] = f"{clip.path}, CER {100 * clip.cer:.3g} %"
-                figures[f"  text {number}"] = _shortened(clip.reference)
-                figures[f"  read {number}"] = _shortened(clip.read)
+                figures[f"  text {number}"] = shortened(clip.reference)
+                figures[f"  read {number}"] = shortened(clip.read)
         return figures
 
     def to_json(self) -> dict[str, Any]:
@@ -131,10 +131,6 @@ class RecogniserReport:
 
 def _shown(part: str) -> str:
     return {NOTHING: "nothing", " ": "space"}.get(part, part)
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 1]}…"
 
 
 def _rows(confusions: dict[Confusion, int]) -> list[dict[str, object]]:

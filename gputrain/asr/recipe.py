@@ -59,6 +59,7 @@ class UtteranceBatch:
     def part(self, first: int, stop: int) -> "UtteranceBatch":
         """Returns items `first` to `stop` - 1, with the padding cropped to the longest of them."""
         items, frames, labels = slice(first, stop), self.frames[first:stop], self.labels[first:stop]
+        # The divisors stay those of the global batch, so that the losses of the parts sum up to its own.
         most = self.most_frames if self.keeps_length else max(frames)
         return replace(
             self,
@@ -96,6 +97,7 @@ class RecogniserRecipe(BucketRecipe):
         if schedule.ema_decay:
             self.ema = Ema(self.model, self._model_on_device(), schedule.ema_decay)
             self.modules["ema"] = self.ema
+        # Without a mask, features of a clip change with its padding, and parts of a batch must not crop it.
         self.uses_mask = networks.uses_attention_mask(self.model)
         self.blank = int(self.model.config.pad_token_id)
         trained = trained_parameters(self.model, settings)
@@ -107,12 +109,14 @@ class RecogniserRecipe(BucketRecipe):
         )
         # The phase's module holds the parameters that train, and not those that are frozen.
         self.phase = Phase("recogniser", (nn.ParameterList(trained),), optimizer)
+        # The positional convolution is weight-normed: its weight is made once a step, not in each micro-batch.
         once = functools.partial(networks.cached_position_weights, self.model)
         self.step_groups = [StepGroup((self.phase,), self.loss, once)]
         runtime.compile_modules(self.model.wav2vec2.encoder.layers, any_shape=True)
 
     def _model_on_device(self) -> Any:
         model = networks.build_recogniser(self.architecture)
+        # Pretrained weights are copied in later by their names, which the adapters leave as they are.
         if self.settings.model.adapters == "lora":
             networks.add_lora(model, self.settings.model.lora_rank)
         return self.runtime.place(model)
@@ -139,12 +143,14 @@ class RecogniserRecipe(BucketRecipe):
         labels_BS = labels_BS.to(device, non_blocking=True)
         wave_BL = wave_BL.to(self.dtype) / 32768
         samples_B = torch.tensor(samples).to(device, non_blocking=True)
+        # Over the clip's own samples alone, as the pretraining did: padding would lower the variance.
         if self.normalizes:
             wave_BL = networks.normalized(wave_BL, samples_B)
         # Samples after the last whole frame count for the mean and the variance only.
         wave_BL = wave_BL[:, :longest] if longest else networks.cropped(wave_BL, max(frames))
         frames_B = networks.frame_counts(samples_B)
-        # SpecAugment: spans of frames get the model's mask vector.
+        # SpecAugment: spans of frames get the model's mask vector. The draws are those of the longest clip of the
+        # global batch, and cropped afterwards, so that no split changes them.
         mask_BT = None
         if masking.mask_time_prob:
             most, share = max(clips.frames), masking.mask_time_prob
@@ -164,6 +170,8 @@ class RecogniserRecipe(BucketRecipe):
         )
 
     def _dropped(self, step: int) -> frozenset[int]:
+        # LayerDrop (Fan et al. 2019): one choice a step. If parts of a batch chose for themselves, the gradient would
+        # depend on how it is split, and ranks would wait for gradients of layers that they have not run.
         layers = int(self.model.config.num_hidden_layers)
         return dropped_layers(self.settings.schedule.seed, step, layers, self.settings.model.layer_drop)
 
@@ -188,9 +196,12 @@ class RecogniserRecipe(BucketRecipe):
             trains_features=self.settings.model.trains_features,
             trains_encoder=step >= self.settings.model.freeze_encoder_steps,
         )
+        # Clips of one length need no mask; without one, attention may use its fastest kernels.
         is_padded = self.uses_mask and min(batch.frames) < most
         logits_BTV = networks.logits(self.model, batch.wave_BL, batch.frames_B if is_padded else None, options)
+        # In fp32 under any autocast: CTC sums the probabilities of paths over hundreds of frames.
         log_probs_BTV = F.log_softmax(logits_BTV.to(torch.promote_types(self.dtype, torch.float32)), dim=-1)
+        # A model without a mask was trained to read its padding, too: all frames of the batch take part in the path.
         frames: Any = batch.frames if self.uses_mask else (most,) * len(batch.frames)
         labels: Any = batch.labels
         # With targets of 64 bits and lengths on the host, torch's own kernels compute it, forward and backward. Both
@@ -221,10 +232,13 @@ class RecogniserRecipe(BucketRecipe):
 def trained_parameters(model: Any, settings: TrainAsr) -> list[nn.Parameter]:
     """Returns the parameters that the settings train, in the model's order."""
     base, head = model.wav2vec2, list(model.lm_head.parameters())
+    # The head always trains, as its rows of symbols that the pretrained model lacks begin at random.
     if settings.model.adapters == "lora":
         return [*networks.lora_parameters(model), *head]
     if settings.model.adapters == "attention":
         return [*(p for layer in base.encoder.layers for p in layer.adapter_layer.parameters()), *head]
+    # Fine-tuning leaves the convolutions that read waves as the pretraining has made them, as in the paper. They have
+    # no graph then, which would hold features of every few samples.
     left_out: set[int] = set()
     if not settings.model.trains_features:
         left_out |= {id(parameter) for parameter in base.feature_extractor.parameters()}
@@ -245,7 +259,9 @@ def masked_spans(draws: BatchDraws, counts_B: Tensor, most: int, *, share: float
     scores_BN = scores_BN.masked_fill(position_N >= starts_B1, -torch.inf)
     spans_B1 = (share / length * counts_B[:, None] + draws.uniform()[:, None]).floor()
     spans_B1 = torch.minimum(spans_B1, starts_B1).clamp(min=0)
+    # The places with the highest scores begin spans; positions behind the last possible start have the score -inf.
     ranks_BN = scores_BN.argsort(dim=1, descending=True, stable=True).argsort(dim=1, stable=True)
+    # A position is masked if more spans have begun up to it than have ended before it.
     begun_BN = (ranks_BN < spans_B1).cumsum(dim=1)
     ended_BN = torch.nn.functional.pad(begun_BN, (length, 0))[:, :most]
     return begun_BN > ended_BN

@@ -125,12 +125,6 @@ def blocks_of(wave_T: Samples) -> Blocks:
     return lambda: (wave_T[first : first + BLOCK] for first in range(0, len(wave_T), BLOCK))
 
 
-def blocks_of_file(path: Path, rate_hz: int) -> Blocks:
-    """Returns a recording of any rate and number of channels as blocks at the recogniser's rate."""
-    known: list[Mixing] = []
-    return lambda: read_in_blocks(path, rate_hz, known)
-
-
 def long_log_probs(recogniser: Recogniser, wave_T: Samples, lengths: ChunkLengths) -> NDArray[np.float32]:
     """Returns the log-probabilities (F, V) of a whole wave at the recogniser's rate."""
     blocks = blocks_of(wave_T)
@@ -249,7 +243,8 @@ def transcribe_sound(
     """Transcribes a recording of any length in bounded memory; `advance` receives the seconds that are done. Raises
     UserError if it cannot be read, or is shorter than a frame of the recogniser."""
     rate_hz = recogniser.sampling_rate
-    blocks = blocks_of_file(path, rate_hz)
+    known: list[Mixing] = []  # How channels are mixed is found in the first reading, and holds for the second.
+    blocks = partial(read_in_blocks, path, rate_hz, known)
     sound = moments_of(blocks())
     if sound.samples < FIELD:
         raise UserError(

@@ -11,13 +11,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw
 from torch import Tensor
 
 from gputrain.audio.config import Mel
@@ -27,11 +25,7 @@ from gputrain.audio.metrics import ClipMetrics, PitchMatch
 from gputrain.data_in.split import GivenFolders
 from gputrain.drawing import (
     BAND_PIXELS,
-    INK,
-    PAPER,
-    TEXT_SIZE,
     colour_map,
-    font,
     spectrogram_picture,
     with_axes,
 )
@@ -46,7 +40,7 @@ from gputrain.samples import Report, Sheet, SheetCell, SoundSample
 from gputrain.speech.buckets import Buckets, ClipBatch, Speech, open_speech
 from gputrain.speech.error_rates import Edits, character_edits, word_edits
 from gputrain.speech.store import SpeechClip, SpeechStore, format_store_folders, frame_count
-from gputrain.speech.text.frontend import PAD_ID, Frontend
+from gputrain.speech.text.frontend import Frontend
 from gputrain.tts import measures
 from gputrain.tts.config import TrainTts
 from gputrain.tts.load import TrainedVoice, read_trained
@@ -366,12 +360,9 @@ def with_speakers_of(trained: TrainedVoice, store: SpeechStore, clips: list[Spee
 
 LONGEST_TEXT = 2600  # maximum number of frames of a text: half a minute for frames of 256 samples at 22050 Hz
 VMIN, VMAX = -5.0, 1.5  # powers of ten: mel magnitudes of the darkest and brightest colours
-FRAME_PIXELS = 4  # width of a frame, wide enough for labels
+FRAME_PIXELS = 4  # width of a frame
 STAIRS_PIXELS = 240  # height of the text
 THINNEST = 3  # height of a symbol
-GAP_PIXELS = 4
-LABEL_PIXELS, LABEL_ROWS = 15, 3  # overlapping labels are moved to another row
-TICK_PIXELS = 5
 PATH, EVEN = 208, 128  # indices into the colour map
 
 
@@ -389,85 +380,47 @@ def synthesise_samples(
 ) -> Report:
     """Returns audio of each text and a picture of it with the predicted durations; for `clip`, with the alignment of
     its recording. The global random state of torch is unchanged."""
-    mel, symbols = voice.architecture.mel, store.format.frontend.symbols
-    report = Report()
+    mel, report = voice.architecture.mel, Report()
     with eval_mode(voice):
         for number, text in enumerate(texts, start=1):
             [spoken] = synthesise(voice, [text], device)
             wave_L = torch.from_numpy(spoken.wave_L)
             real_L = torch.from_numpy(store.wave(text.clip) / FULL_SCALE).float() if text.clip else None
             report.sounds[f"text_{number}"] = SoundSample(wave_L, mel.sampling_rate, text.words, real_L)
-            picture = _picture(wave_L, spoken.durations_S, text.ids, symbols, mel)
+            picture = _picture(wave_L, spoken.durations_S, mel)
             report.pictures[f"text_{number}"] = Sheet([""], [[SheetCell(picture)]], f"text {number}: {text.words}")
         batch = Buckets(store, [clip], mel.hop_size, batch_size=1, seed=0)[Sample(0, 0)]
         durations_S = encode_recordings(voice, batch, [clip_seed(clip)], device).durations_BS[0].cpu()
-    picture = _picture(batch.wave_BT[0].float() / FULL_SCALE, durations_S, batch.ids_BS[0].tolist(), symbols, mel)
+    picture = _picture(batch.wave_BT[0].float() / FULL_SCALE, durations_S, mel)
     report.pictures["recording"] = Sheet([""], [[SheetCell(picture)]], f"alignment of a recording: {clip.text}")
     return report
 
 
-def _picture(wave_L: Tensor, durations_S: Tensor, ids: Sequence[int], symbols: Sequence[str], mel: Mel) -> Tensor:
-    labels = ["" if symbol == PAD_ID else symbols[symbol] for symbol in ids]
+def _picture(wave_L: Tensor, durations_S: Tensor, mel: Mel) -> Tensor:
     log_mel_MF = log_mel(wave_L[None], mel)[0]
-    picture = alignment(log_mel_MF, durations_S, labels, VMIN, VMAX)
     bands, frames = log_mel_MF.shape
-    seconds, top = frames * mel.hop_size / mel.sampling_rate, STAIRS_PIXELS + GAP_PIXELS
-    return with_axes(picture, frequency_ticks(mel), seconds, top=top, height=BAND_PIXELS * bands)
+    seconds, height = frames * mel.hop_size / mel.sampling_rate, BAND_PIXELS * bands
+    return with_axes(
+        alignment(log_mel_MF, durations_S), frequency_ticks(mel), seconds, top=STAIRS_PIXELS, height=height
+    )
 
 
-def alignment(log_mel_MF: Tensor, durations_S: Tensor, labels: Sequence[str], vmin: float, vmax: float) -> Tensor:
+def alignment(log_mel_MF: Tensor, durations_S: Tensor) -> Tensor:
     """Returns a uint8 picture (HW3). Upper part: time to the right, symbols upwards; the alignment is a staircase, and
-    the thin line is a uniform alignment. Lower part: the spectrogram, and under it the label of each symbol, between
-    the ticks at its start and at the next symbol's.
+    the thin line is a uniform alignment. Lower part: the spectrogram.
 
-    `durations_S` are in frames; frames after their sum have no symbol. Empty `labels` are not drawn (blanks), nor are
-    labels without space. `vmin` and `vmax` are the mel magnitudes of the darkest and brightest colours, as powers of
-    ten.
+    `durations_S` are in frames; frames after their sum have no symbol.
     """
-    durations = durations_S.tolist()
     decades_MF = log_mel_MF.detach().float().cpu() / math.log(10)
-    mel_HW3 = spectrogram_picture(decades_MF, vmin, vmax).repeat_interleave(FRAME_PIXELS, dim=1)
-    height, width, _ = mel_HW3.shape
-    top = STAIRS_PIXELS + GAP_PIXELS
-    canvas = Image.new("RGB", (width, top + height + TICK_PIXELS + LABEL_PIXELS * LABEL_ROWS), PAPER)
-    canvas.paste(_staircase(durations, width), (0, 0))
-    canvas.paste(Image.fromarray(mel_HW3.numpy()), (0, top))
-    _add_labels(canvas, durations, labels, top + height)
-    return torch.from_numpy(np.array(canvas))
-
-
-def _staircase(durations: Sequence[int], width: int) -> Image.Image:
-    """Draws symbols by frames; aligned cells are light."""
-    dark, uniform, aligned = (f"#{bytes(colour_map()[index]).hex()}" for index in (0, EVEN, PATH))
-    canvas = Image.new("RGB", (width, STAIRS_PIXELS), dark)
-    draw = ImageDraw.Draw(canvas)
-    draw.line((0, STAIRS_PIXELS - 1, FRAME_PIXELS * sum(durations) - 1, 0), uniform)
-    step = STAIRS_PIXELS / max(1, len(durations))
-    for number, (start, end) in enumerate(_spans(durations)):
-        bottom = max(THINNEST, STAIRS_PIXELS - 1 - round(number * step))
+    mel_HW3 = spectrogram_picture(decades_MF, VMIN, VMAX).repeat_interleave(FRAME_PIXELS, dim=1)
+    width, durations = mel_HW3.shape[1], durations_S.tolist()
+    colour_HW = np.zeros((STAIRS_PIXELS, width), np.int64)
+    column_W = np.arange(min(width, FRAME_PIXELS * sum(durations)))
+    colour_HW[STAIRS_PIXELS - 1 - column_W * STAIRS_PIXELS // max(1, len(column_W)), column_W] = EVEN
+    step, start = STAIRS_PIXELS / max(1, len(durations)), 0
+    for number, frames in enumerate(durations):
+        bottom = max(THINNEST, STAIRS_PIXELS - round(number * step))
         highest = min(bottom - THINNEST, STAIRS_PIXELS - round((number + 1) * step))
-        if end > start:
-            draw.rectangle((start, highest, end - 1, bottom), aligned)
-    return canvas
-
-
-def _add_labels(canvas: Image.Image, durations: Sequence[int], labels: Sequence[str], top: int) -> None:
-    """Adds a tick at the start of each labelled symbol, and the label centred between its tick and the next, in the
-    first free row."""
-    labelled = [(start, label) for (start, _), label in zip(_spans(durations), labels, strict=True) if label]
-    draw, letters = ImageDraw.Draw(canvas), font(TEXT_SIZE)
-    right_ends = [0.0] * LABEL_ROWS  # The last label of each row ends there, in pixels.
-    for (start, label), (end, _) in pairwise([*labelled, (FRAME_PIXELS * sum(durations), "")]):
-        draw.line((start, top, start, top + TICK_PIXELS - 2), INK)
-        label_width = letters.getlength(label)
-        left = min(max(0.0, (start + end - label_width) / 2), canvas.width - label_width)
-        row = next((row for row in range(LABEL_ROWS) if right_ends[row] <= left), None)
-        if label.strip() and row is not None:
-            draw.text((left, top + TICK_PIXELS + LABEL_PIXELS * (row + 0.5)), label, INK, letters, "lm")
-            right_ends[row] = left + label_width + 2
-
-
-def _spans(durations: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns the pixel range [start, end) of each symbol."""
-    ends = np.cumsum(durations) * FRAME_PIXELS
-    return [(int(end) - FRAME_PIXELS * frames, int(end)) for end, frames in zip(ends, durations, strict=True)]
+        colour_HW[highest:bottom, start : start + FRAME_PIXELS * frames] = PATH
+        start += FRAME_PIXELS * frames
+    return torch.cat([torch.from_numpy(colour_map()[colour_HW]), mel_HW3])

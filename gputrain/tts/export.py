@@ -284,19 +284,6 @@ def sherpa_notes(folder: Path, name: str, reading: Frontend) -> list[str]:
     return [f"Use it: sherpa_onnx.OfflineTtsVitsModelConfig({files})", f"sherpa-onnx 2 takes {given}"]
 
 
-class ComparisonText(NamedTuple):
-    """Input of a comparison without noise: symbols of one item, its speaker and its length scale."""
-
-    ids_1S: Tensor
-    speaker_1: Tensor
-    length_scale: float
-
-    def inputs(self, voice: Voice) -> dict[str, Tensor]:
-        lengths_1 = torch.tensor([self.ids_1S.shape[1]])
-        inputs = {"input": self.ids_1S, "input_lengths": lengths_1, "scales": torch.tensor([0, self.length_scale, 0])}
-        return inputs | ({"sid": self.speaker_1} if voice.architecture.num_speakers > 1 else {})
-
-
 class PiperGraph(nn.Module):
     """Wraps a voice with the inputs and the outputs of Piper's graphs."""
 
@@ -318,7 +305,7 @@ class PiperGraph(nn.Module):
 
 def write_piper_graph(voice: Voice, path: Path) -> None:
     """Writes the graph of a speaking copy on the CPU. Raises UserError if onnx is not installed."""
-    example = comparison_text(voice, EXAMPLE_SYMBOLS, seed=0).inputs(voice)
+    example = comparison_text(voice, EXAMPLE_SYMBOLS, seed=0)
     write_onnx(
         PiperGraph(faster_in_onnxruntime(voice)),
         tuple(example.values()),
@@ -347,7 +334,7 @@ def largest_wave_difference(
     session = run_onnx(model)
     worst, spoken = 0.0, PiperGraph(voice)
     for symbols in lengths:
-        given = comparison_text(voice, symbols, seed=symbols).inputs(voice)
+        given = comparison_text(voice, symbols, seed=symbols)
         found = session.run(OUTPUTS, {name: tensor.numpy() for name, tensor in given.items()})
         (graph_B11T, graph_BS), (wave_B11T, durations_BS) = map(torch.from_numpy, found), spoken(*given.values())
         if not torch.equal(graph_BS, durations_BS):
@@ -358,23 +345,21 @@ def largest_wave_difference(
 
 
 @torch.no_grad()
-def comparison_text(voice: Voice, symbols: int, seed: int) -> ComparisonText:
-    """Returns a random text whose durations are equal in every library: before rounding up, none is so close to a whole
-    number of frames that fp32 rounding errors could change it. Raises RuntimeError if none is found."""
+def comparison_text(voice: Voice, symbols: int, seed: int) -> dict[str, Tensor]:
+    """Returns the inputs of a graph without noise: a random text whose durations are equal in every library. Before
+    rounding up, none is so close to a whole number of frames that fp32 rounding errors could change it. Raises
+    RuntimeError if none is found."""
     sizes, random = voice.architecture, torch.Generator().manual_seed(seed)
     for attempt in range(100):
-        made = ComparisonText(
-            torch.randint(0, sizes.num_symbols, (1, symbols), generator=random),
-            torch.randint(0, sizes.num_speakers, (1,), generator=random),
-            length_scale=1 + attempt / 100,
-        )
-        text = voice.encode_text(made.ids_1S, torch.tensor([symbols]))
+        ids_1S = torch.randint(0, sizes.num_symbols, (1, symbols), generator=random)
+        speaker_1 = torch.randint(0, sizes.num_speakers, (1,), generator=random)
+        lengths_1, length_scale = torch.tensor([symbols]), 1 + attempt / 100
+        text = voice.encode_text(ids_1S, lengths_1)
         slower, faster = (
-            voice.predict_durations(
-                text, voice.speaker(made.speaker_1), length_scale=made.length_scale * factor, noise_w=0.0
-            )
+            voice.predict_durations(text, voice.speaker(speaker_1), length_scale=length_scale * factor, noise_w=0.0)
             for factor in (1 + CLEAR, 1 - CLEAR)
         )
         if torch.equal(slower, faster):
-            return made
+            inputs = {"input": ids_1S, "input_lengths": lengths_1, "scales": torch.tensor([0, length_scale, 0])}
+            return inputs | ({"sid": speaker_1} if sizes.num_speakers > 1 else {})
     raise RuntimeError(f"no text of {symbols} symbols has durations clear of rounding")

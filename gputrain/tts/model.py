@@ -171,14 +171,9 @@ def segments(x_BCT: Tensor, starts_B: Tensor, size: int) -> Tensor:
 
 
 def inference_copy(voice: Voice) -> Voice:
-    """Returns a frozen copy for inference and export, without the modules that only training needs. `infer` gives the
-    same wave."""
-    return prepare_for_inference(copy.deepcopy(voice))
-
-
-def prepare_for_inference(voice: Voice) -> Voice:
-    """Returns the same voice without what only training needs, frozen, with weight norm folded and without dropout."""
-    voice.eval().requires_grad_(False)
+    """Returns a frozen copy for inference and export, without the modules that only training needs, with weight norm
+    folded and without dropout. `infer` gives the same wave."""
+    voice = copy.deepcopy(voice).eval().requires_grad_(False)
     del voice.posterior_encoder
     predictor = voice.duration_predictor
     del predictor.posterior_pre, predictor.posterior_stack, predictor.posterior_post, predictor.posterior_flow

@@ -72,6 +72,7 @@ class VoiceBatch:
         items, symbols, frames = slice(first, stop), self.symbols[first:stop], self.frames[first:stop]
         most_symbols, most_frames = max(symbols), max(frames)
         hop_size = self.wave_B1L.shape[2] // self.spectrogram_BNT.shape[2]
+        # The divisors and the noise stay those of the global batch, so that the losses of the parts sum up to its own.
         return replace(
             self,
             ids_BS=self.ids_BS[items, :most_symbols],
@@ -104,6 +105,7 @@ class VoiceRecipe(BucketRecipe):
         self.hop_size = self.mel.hop_size
         schedule = settings.schedule
         torch.manual_seed(schedule.seed)
+        # The order in which models are built is that of the draws of their weights: a run with this seed depends on it.
         self.model = self.voice = self._build_voice()
         self.by_kind = {"waves": vits_discriminators(settings.model.discriminator_channels)}
         self.discriminators = runtime.place(nn.ModuleDict(self.by_kind))
@@ -114,6 +116,7 @@ class VoiceRecipe(BucketRecipe):
         optimizer = functools.partial(
             adamw, learning_rate=schedule.learning_rate, weight_decay=schedule.weight_decay, eps=schedule.eps
         )
+        # As in VITS and HiFi-GAN, two optimizers: each phase steps by the gradients of its own losses alone.
         generator = Phase("generator", (self.voice,), optimizer(self.voice.parameters(), betas=schedule.betas))
         discriminator = Phase(
             "discriminator",
@@ -164,6 +167,7 @@ class VoiceRecipe(BucketRecipe):
         device, (clips, draws) = self.runtime.device, self.clips_and_draws(loaded, step)
         symbols = tuple(count for bucket in clips.buckets for count in bucket.symbols_B.tolist())
         frames = tuple(count for bucket in clips.buckets for count in bucket.frames_B.tolist())
+        # With gradient accumulation, a step has several buckets, which are padded to the longest clip of all.
         fields = zip(*(bucket.of_clips for bucket in clips.buckets), strict=True)
         bucket = ClipBatch(*(_concatenated(tensors).to(device, non_blocking=True) for tensors in fields))
         # The last frames of the longest clip mirror its end, so that it is the longest of all ranks that decides.
@@ -209,13 +213,15 @@ class VoiceRecipe(BucketRecipe):
         voice, mask_B1T = self.voice, length_mask(batch.frames_B, max(batch.frames))
         speaker_BG1 = voice.speaker(batch.speakers_B)
         speaker_leaf = None if speaker_BG1 is None else leaf(speaker_BG1)
+        # The text knows no recording, and the posterior no text: the alignment and the divergence below tie them.
         text = voice.encode_text(batch.ids_BS, batch.symbols_B)
         posterior = voice.posterior_encoder(batch.spectrogram_BNT, mask_B1T, batch.noise_BCT, speaker_leaf)
         # The duration predictor learns from the text without teaching its encoder (section 2.2.2): no gradient.
         text_leaf = EncodedText(text.hidden_BCS.detach(), leaf(text.mean_BCS), leaf(text.log_scale_BCS), text.mask_B1S)
         latent_leaf, log_scale_leaf = leaf(posterior.latent_BCT), leaf(posterior.log_scale_BCT)
 
-        # Prior: the flow maps latents to the space in which symbols have normal distributions.
+        # Prior: the flow maps latents to the space in which symbols have normal distributions. All frames of a clip
+        # pass it, as the alignment needs whole sentences; only the decoder, which costs most, sees segments.
         prior_latent_BCT = voice.flow(latent_leaf, mask_B1T, speaker_leaf)
         durations_BS = self._align(prior_latent_BCT, text_leaf, batch, step)
         # Divided by the frames of the global batch: a mean over frames that no split into micro-batches changes.
@@ -224,12 +230,17 @@ class VoiceRecipe(BucketRecipe):
         del prior_latent_BCT
         yield Term("kl", divergence, self.losses.kl_weight)
         # Divided by the symbols of the global batch, each of which has one duration.
+        # The durations are those of this step's alignment, and integers: they are a target, and carry no gradient.
         duration = voice.duration_loss(text_leaf, durations_BS, batch.duration_noise_B2S, speaker_leaf).sum()
         yield Term("duration", duration / batch.global_symbols, self.losses.duration_weight)
+        # From here on, no loss reads the text: its encoder is back-propagated, and its graph is gone before the decoder
+        # has one.
         yield chain_gradients((text.mean_BCS, text_leaf.mean_BCS), (text.log_scale_BCS, text_leaf.log_scale_BCS))
         del text, text_leaf, divergence, duration
 
         yield from self._gan_loss(latent_leaf, speaker_leaf, batch)
+        # The posterior encoder learns from both sides: from the divergence what the text can tell, and from the decoder
+        # what the sound needs. The speaker's embedding gathers the gradients of all parts, and so comes last.
         yield chain_gradients((posterior.latent_BCT, latent_leaf), (posterior.log_scale_BCT, log_scale_leaf))
         if speaker_BG1 is not None and speaker_leaf is not None:
             yield chain_gradients((speaker_BG1, speaker_leaf))
@@ -240,6 +251,7 @@ class VoiceRecipe(BucketRecipe):
         There is no gradient: the best path is a discrete choice, and given the path the KL divergence alone teaches
         both sides. The scores are detached for the same reason, so that no graph of (T, S) cells is ever held.
         """
+        # The alignment is that of this step's weights: text, flow and durations learn together, and none is given.
         scores_BTS = alignment_scores(prior_latent_BCT, text.mean_BCS, text.log_scale_BCS)
         if self._has_alignment_prior(step):
             # A text encoder that knows nothing yet gives all symbols the same scores, and the best path is then
@@ -256,13 +268,18 @@ class VoiceRecipe(BucketRecipe):
 
         Each is divided by the clips of the global batch, as every clip has one segment.
         """
+        # Segments are cut out of the posterior's latents at the frames of the recording's, so that each is compared to
+        # the samples that it was encoded from. The flow is no part of this path: the decoder reads latents of sound.
+        # The encoder has seen the whole clip, so that a segment's ends are no ends of a sound to it.
         starts_B = segment_starts(batch.places_B, batch.frames_B, SEGMENT_FRAMES)
         real_B1L = segments(batch.wave_B1L, starts_B * self.hop_size, SEGMENT_FRAMES * self.hop_size)
         waves_B1L = self.decode(segments(latent_BCT, starts_B, SEGMENT_FRAMES), speaker_BG1)
+        # The mel, adversarial and feature losses gather their gradients on the waves, and pass the decoder once.
         made_leaf = leaf(at_least_fp32(waves_B1L))
         target_BMF = log_mel(real_B1L.squeeze(1), self.mel)
         # A further loss of the waves would be one more term on `made_leaf`, before its gradient is chained.
         yield mel_term(self.mel, made_leaf, target_BMF, batch.global_clips, self.losses.mel_weight)
+        # The first count divides the losses of real segments, the second those of generated ones, which are as many.
         counts = (batch.global_clips, batch.global_clips)
         yield from adversarial_terms(self.by_kind, real_B1L, made_leaf, *counts, passes=self.passes)
         yield chain_gradients((waves_B1L, made_leaf))

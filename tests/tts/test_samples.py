@@ -8,8 +8,7 @@ from gputrain.audio.mel import log_mel
 from gputrain.drawing import AXIS_PIXELS
 from gputrain.errors import UserError
 from gputrain.speech.store import SpeechStore, frame_count
-from gputrain.tts import evaluate
-from gputrain.tts.evaluate import FRAME_PIXELS, GAP_PIXELS, STAIRS_PIXELS, HeldOutClips, alignment
+from gputrain.tts.evaluate import FRAME_PIXELS, STAIRS_PIXELS, HeldOutClips, alignment
 from gputrain.tts.reading import Text, clip_seed, eval_mode, synthesise
 from tests.tts.test_evaluate import CPU, ENGLISH, HOP, RATE_HZ, PlaybackVoice, settings_of, sizes, speech_of, store_of
 from tests.tts.voices import build
@@ -45,9 +44,8 @@ def test_sentences_are_spoken_as_the_model_reads_them(store):
     assert torch.equal(audio.wave_T, torch.from_numpy(spoken.wave_L))
     assert torch.equal(audio.wave_T, again.sounds["text_1"].wave_T)
     assert len(audio.wave_T) == HOP * int(spoken.durations_S.sum()) > 0
-    labels = [ENGLISH.symbols[one] if one else "" for one in ids]
     mel = log_mel(audio.wave_T[None], voice.architecture.mel)[0]
-    expected = alignment(mel, spoken.durations_S, labels, evaluate.VMIN, evaluate.VMAX)
+    expected = alignment(mel, spoken.durations_S)
     shown = report.pictures["text_1"].rows[0][0].picture_HW3
     assert torch.equal(shown[: len(expected), -expected.shape[1] :], expected)  # The rest are axes.
     assert report.pictures["text_1"].title == f"text 1: {SENTENCES[0]}"
@@ -77,14 +75,8 @@ def test_the_recording_is_shown_over_all_its_frames_with_the_alignment_that_was_
     assert picture.shape[1] == wide
     real = torch.from_numpy(store.wave(clip).copy())[None] / 32768
     frames = clip.samples // HOP
-    shown = alignment(
-        log_mel(real, sizes().mel)[0],
-        torch.ones(frames, dtype=torch.int64),
-        [""] * frames,
-        evaluate.VMIN,
-        evaluate.VMAX,
-    )
-    top, bottom, sure = STAIRS_PIXELS + GAP_PIXELS, STAIRS_PIXELS + GAP_PIXELS + 160, FRAME_PIXELS * (frames - 2)
+    shown = alignment(log_mel(real, sizes().mel)[0], torch.ones(frames, dtype=torch.int64))
+    top, bottom, sure = STAIRS_PIXELS, STAIRS_PIXELS + 160, FRAME_PIXELS * (frames - 2)
     assert torch.equal(picture[top:bottom, :sure], shown[top:bottom, :sure])
 
 
