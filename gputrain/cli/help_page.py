@@ -60,6 +60,11 @@ def write_panels(formatter: Any, rows: Iterable[tuple[str, tuple[str, str] | Non
             formatter.write_dl(listed, col_max=max(len(left) for left, _ in listed) + 2)
 
 
+def parameter(name: str, kind: Any, option: Any, default: Any = None) -> inspect.Parameter:
+    """Return the parameter of a command's function from which typer makes an option."""
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+
+
 def help_all_option() -> inspect.Parameter:
     """Return the option that shows every option and key of a command."""
 
@@ -71,9 +76,7 @@ def help_all_option() -> inspect.Parameter:
             raise typer.Exit
 
     option = typer.Option("--help-all", is_eager=True, callback=show, help="Show all options and keys of --config.")
-    return inspect.Parameter(
-        "help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]
-    )
+    return parameter("help_all", bool, option, default=False)
 
 
 def names(leaf: Leaf) -> str:

@@ -6,12 +6,12 @@ A value is checked in the same way whether a flag or a file gives it. A flag bea
 import inspect
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import typer
 
 from gputrain import config
-from gputrain.cli.help_page import WIDEST, CommandPage, help_all_option, metavar
+from gputrain.cli.help_page import WIDEST, CommandPage, help_all_option, metavar, parameter
 from gputrain.config import Leaf, ModelName
 from gputrain.errors import Stopped, UserError
 from gputrain.former_options import explain_former, left_out, renamed
@@ -74,10 +74,6 @@ def add_command(
     app.command(name, help=help, cls=CommandPage, rich_help_panel=panel, context_settings=_context(settings))(run)
 
 
-def _is_model_name(leaf: Leaf) -> bool:
-    return ModelName in (leaf.plain_type, *get_args(leaf.plain_type))
-
-
 def settings_of(cls: type[T], context: typer.Context, values: dict[str, Any]) -> T:
     """Build the config object of a parsed command line and the files that it names, whose values are checked already.
     Raises UserError as `config.assemble` does."""
@@ -112,7 +108,8 @@ def _joined(leaf: Leaf, value: Any) -> Any:
     Raises UserError for an empty name of a model, which a shell makes of a variable that is not set: a training would
     begin from random weights.
     """
-    if _is_model_name(leaf) and not all(item.strip() for item in (value if leaf.is_list else [value])):
+    is_name = ModelName in (leaf.plain_type, *get_args(leaf.plain_type))
+    if is_name and not all(item.strip() for item in (value if leaf.is_list else [value])):
         what = leaf.name.removesuffix("s").upper() if leaf.is_positional else leaf.flag
         raise UserError(f"{what} is empty", hint="name a model; is a variable of the shell not set?")
     return leaf.separator.join(value) or () if leaf.is_list and leaf.separator else value
@@ -130,9 +127,7 @@ def _option(leaf: Leaf) -> inspect.Parameter:
     if leaf.is_positional:
         option = typer.Argument(help=leaf.help, metavar=metavar(leaf))
     default = inspect.Parameter.empty if leaf.required else leaf.default
-    return inspect.Parameter(
-        leaf.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
-    )
+    return parameter(leaf.name, kind, option, default)
 
 
 def _file_key(leaf: Leaf) -> inspect.Parameter:
@@ -163,15 +158,13 @@ def _refused_flag(name: str, is_switch: bool, message: str, hint: str) -> inspec
     option = typer.Option(
         f"{flag}/--no-{flag[2:]}" if is_switch else flag, hidden=True, callback=refuse, expose_value=False
     )
-    kind: Any = bool if is_switch else str
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option])
+    return parameter(name, bool if is_switch else str, option)
 
 
 def _hidden_switch(name: str) -> inspect.Parameter:
     """Returns a switch that is accepted and not listed: the help of its option names it."""
     flag = name.replace("_", "-")
-    option = typer.Option(f"--{flag}/--no-{flag}", hidden=True)
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[bool, option])
+    return parameter(name, bool, typer.Option(f"--{flag}/--no-{flag}", hidden=True))
 
 
 def _config_option(settings: type, shipped: Path | None, translate: Translate | None) -> inspect.Parameter:
@@ -186,9 +179,7 @@ def _config_option(settings: type, shipped: Path | None, translate: Translate | 
 
     help_text = f"File of options, or {', '.join(_names(shipped))}" if shipped else "YAML or JSON file of options"
     option = typer.Option("--config", "-c", help=help_text, is_eager=True, callback=load)
-    return inspect.Parameter(
-        "config", inspect.Parameter.KEYWORD_ONLY, default=[], annotation=Annotated[list[Path], option]
-    )
+    return parameter("config", list[Path], option, default=[])
 
 
 def _names(folder: Path) -> list[str]:
