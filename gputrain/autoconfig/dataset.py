@@ -11,7 +11,7 @@ import math
 import numbers
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -127,11 +127,11 @@ def profile_dataset(dataset: Any) -> DatasetProfile:
     if _is_number(dataset[0]):
         seconds = checked(dataset)
         return _of_lengths(seconds, len(seconds), SAMPLING_RATE)
-    column = length_column(dataset)
+    column = next((name for name in LENGTH_COLUMNS if name in columns), "")
     if not column:
         return _profile_items(dataset)
     lengths = checked(dataset[column])
-    found, took = _examined(lambda number: _size_of(dataset[number]), range(min(TIMED_ITEMS, len(dataset))))
+    found, took = _examined(dataset, range(min(TIMED_ITEMS, len(dataset))))
     sounds = [item.seconds for item in found if isinstance(item, ClipLength)]
     if sounds and not np.allclose(lengths[: len(sounds)], sounds, rtol=LENGTH_TOLERANCE):
         log.warning("the column %s has other lengths than the first %d sounds, and is not used", column, len(sounds))
@@ -144,12 +144,6 @@ def profile_dataset(dataset: Any) -> DatasetProfile:
         length_column=column,
         labels=labels_of(dataset[0]),
     )
-
-
-def length_column(dataset: Any) -> str:
-    """Returns the name of a dataset's column of lengths in seconds; empty if it has none."""
-    columns = getattr(dataset, "column_names", None) or []
-    return next((name for name in LENGTH_COLUMNS if name in columns), "")
 
 
 def _is_number(value: Any) -> bool:
@@ -174,7 +168,7 @@ def _of_sounds(sounds: Sequence[ClipLength], items: int, decode_seconds: float, 
 def _profile_items(dataset: Any) -> DatasetProfile:
     """Profiles a random sample of the items, or all of them if they are few."""
     order = permutation(0, 0, len(dataset))[:MOST_EXAMINED].tolist()
-    found, decode_seconds = _examined(lambda number: _size_of(dataset[number]), order)
+    found, decode_seconds = _examined(dataset, order)
     if isinstance(found[0], ClipLength):
         return _of_sounds(found, len(dataset), decode_seconds, labels_of(dataset[order[0]]))
     return _of_shapes("pictures" if _has_picture(found[0]) else "tensors", found, len(dataset), decode_seconds)
@@ -364,16 +358,16 @@ def labels_of(item: Any) -> str:
 # --------------------------------------------------------------------------------------------------- in time
 
 
-def _examined(load: Callable[[Any], Any], things: Iterable[Any]) -> tuple[list[Any], float]:
-    """Loads things until the time limit, at least one. Returns them, and the seconds for one.
+def _examined(dataset: Any, numbers: Iterable[int]) -> tuple[list[Any], float]:
+    """Loads items until the time limit, at least one. Returns their sizes, and the seconds for one.
 
     The first is not timed, because it also opens files and imports libraries.
     """
     found, took = [], []
     until = time.perf_counter() + SAMPLING_SECONDS
-    for thing in things:
+    for number in numbers:
         began = time.perf_counter()
-        found.append(load(thing))
+        found.append(_size_of(dataset[number]))
         took.append(time.perf_counter() - began)
         if time.perf_counter() >= until:
             break

@@ -166,17 +166,12 @@ class Planner:
     # ------------------------------------------------------------------------------------------ for the user
 
     def save_config(self, config: OptimalConfig, path: str | Path) -> None:
-        """Writes it as JSON, with the changes that running out of memory has caused so far. Raises UserError."""
-        settings.save_config(self.with_splits(config), path)
+        """Writes it as JSON. Raises UserError."""
+        settings.save_config(config, path)
 
     def load_config(self, path: str | Path) -> OptimalConfig:
         """Returns a saved configuration. Raises UserError if the file is missing, damaged or another."""
         return settings.load_config(path)
-
-    def with_splits(self, config: OptimalConfig) -> OptimalConfig:
-        """Returns the configuration with the changes that running out of memory caused in trainings of this planner."""
-        new = [split for split in self.limit.splits if split not in config.splits]
-        return replace(config, splits=(*config.splits, *new))
 
     def prepare(self, dataset: Any, config: OptimalConfig) -> PreparedClips:
         """Returns the clips of a dataset with `config.max_duration_seconds`: longer ones are cut or left out.

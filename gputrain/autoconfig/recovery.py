@@ -10,14 +10,14 @@ import itertools
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gputrain.autoconfig.settings import BatchSplit, OptimalConfig
+from gputrain.autoconfig.settings import OptimalConfig
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.out_of_memory import FailedAttempt, retried
 from gputrain.errors import UserError, import_package
@@ -38,14 +38,12 @@ class MicroBatchLimit:
 
     items: int = 0
     least: int = 1  # Items that a micro-batch has at least.
-    splits: list[BatchSplit] = field(default_factory=list)
 
-    def halve(self, step: int, items: int, cause: str) -> None:
+    def halve(self, step: int, items: int) -> None:
         """Limits micro-batches to half of `items`, rounded up."""
         self.items = max(self.least, -(-items // 2))
-        self.splits.append(BatchSplit(step, items, self.items, cause))
         same = "the statistics of BatchNorm are those of so many" if self.least > 1 else "the batch stays the same"
-        log.warning("step %d: %s; %d items at once instead of %d; %s", step, cause, self.items, items, same)
+        log.warning("step %d: out of memory; %d items at once instead of %d; %s", step, self.items, items, same)
 
 
 def split(inputs: Mapping[str, Any], size: int, least: int = 1) -> list[dict[str, Any]]:
@@ -194,7 +192,7 @@ class Recovery:
                     f"out of memory with {few} at once: {failure.cause}",
                     hint="train on shorter clips, with gradient checkpointing, or a smaller model",
                 )
-            self.limit.halve(self._step, items, "out of memory")
+            self.limit.halve(self._step, items)
             pending = self._micro_batches
 
         return retried(attempt, make_room, self._restore_random)

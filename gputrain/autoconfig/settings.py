@@ -21,16 +21,6 @@ OPTIM: dict[TrainerOptimizer, str] = {"adamw": "adamw_torch", "sgd": "sgd"}  # T
 
 
 @dataclass(frozen=True)
-class BatchSplit:
-    """A micro-batch that was made smaller at an optimizer step; the batch stayed the same."""
-
-    step: int
-    before: int  # Items.
-    after: int
-    cause: str
-
-
-@dataclass(frozen=True)
 class OptimalConfig:
     """Settings for a training, under the names of `transformers.TrainingArguments` where it has them.
 
@@ -54,7 +44,6 @@ class OptimalConfig:
     reasons: dict[str, str]
     length_column: str = ""  # The dataset's column of lengths, if it has one.
     gpus: int = 1  # GPUs that train together.
-    splits: tuple[BatchSplit, ...] = ()  # Changes that running out of memory has caused.
     drop_last: bool = False  # The last micro-batch of an epoch would have too few items for BatchNorm.
     optimizer: TrainerOptimizer = "adamw"  # The one that the memory is planned with.
 
@@ -122,7 +111,8 @@ def load_config(path: str | Path) -> OptimalConfig:
         raise UserError(f"{path}: not valid JSON: {error}", hint="save it again") from None
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise unreadable(Path(path), "save it again with save_config", "not a configuration of gputrain")
-    for name in ("devices", "buckets"):  # Version 0.2 wrote settings of each of several GPUs and for short clips,
+    # Version 0.2 wrote settings of each of several GPUs, for short clips, and what had run out of memory,
+    for name in ("devices", "buckets", "splits"):
         content.pop(name, None)
     if content.pop("lengths_per_second", 1.0) != 1.0:  # and used columns of lengths in other units.
         content["length_column"] = ""

@@ -70,6 +70,6 @@ def test_two_processes_give_the_weights_of_one(tmp_path):
     assert sum(sizes[0]) == sum(sizes[1]) + sum(sizes[2])
     assert max(sizes[1]) == max(sizes[2]) == 2
     again, failing = trained(tmp_path, 2, "--memory-ends")
-    assert (failing["splits"], again["splits"]) == (1, 0)
+    assert (failing["limit"], again["limit"]) == (1, 0)
     assert torch.equal(again["weights"], failing["weights"])
     assert (again["weights"] - alone["weights"]).abs().max() < 1e-12 * alone["weights"].abs().max()

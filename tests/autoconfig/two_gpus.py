@@ -99,7 +99,7 @@ def main(output: Path, memory_ends: bool) -> None:
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=clips, data_collator=collate)
     manager.train_with_recovery(trainer, config=config)
-    made = {"weights": model.layer.weight.detach(), "passes": model.passes, "splits": len(manager.limit.splits)}
+    made = {"weights": model.layer.weight.detach(), "passes": model.passes, "limit": manager.limit.items}
     torch.save(made, output.with_suffix(f".{rank}.pt"))
 
 
