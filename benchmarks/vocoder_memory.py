@@ -22,8 +22,7 @@ from gputrain.audio import losses
 from gputrain.audio.weight_norm import cached_weights
 from gputrain.cli.options import read_defaults
 from gputrain.config import assemble
-from gputrain.engine.gan import at_least_fp32, generator_loss
-from gputrain.engine.recipe import StepGroup, Term, Yielded
+from gputrain.engine.recipe import StepGroup, Term, Yielded, at_least_fp32
 from gputrain.hw.plan import Cards, Plan, decide
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.kind_work import PlanTarget
@@ -61,7 +60,7 @@ class AtOnce(VocoderRecipe):
                 targets = discriminator(batch.real_B1T)[1]
             logits, features = discriminator(at_least_fp32(waves_W1T))
             matching = losses.FEATURE_WEIGHT * losses.feature_distance(features, targets)
-            sums.append((generator_loss("least-squares", logits) + matching).sum() / batch.global_items)
+            sums.append((losses.generator_loss(logits) + matching).sum() / batch.global_items)
         yield Term("sum", torch.stack(sums).sum())
 
     def discriminator_loss(self, batch: VocoderBatch, step: int) -> Iterator[Yielded]:

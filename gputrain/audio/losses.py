@@ -20,10 +20,8 @@ from gputrain.audio.config import Mel, Resolution
 from gputrain.audio.discriminators import ConvolutionalDiscriminator
 from gputrain.audio.mel import log_mel, stft_magnitudes
 from gputrain.audio.weight_norm import detached_weights, gradient_leaves
-from gputrain.engine import gan
-from gputrain.engine.recipe import BatchStat, JointTerms, Term
+from gputrain.engine.recipe import BatchStat, JointTerms, Term, at_least_fp32, per_item
 
-ADVERSARIAL: gan.AdversarialLoss = "least-squares"
 FEATURE_WEIGHT = 2.0  # Weight of feature matching: Kong et al. 2020 (HiFi-GAN), equation 8.
 MEL_WEIGHT = 45.0  # From the same equation; the option lab_aux_melloss.
 # One discriminator maps waves B1T to logits B... and features B....
@@ -90,15 +88,30 @@ def adversarial_terms(
             yield JointTerms((of_fake, Term(kind, adversarial / made_items + matching)))
 
 
+def real_loss(logits: Tensor) -> Tensor:
+    """Returns the discriminator's loss of real waves, B: least squares (Mao et al. 2017, a = 0, b = c = 1)."""
+    return 0.5 * per_item((at_least_fp32(logits) - 1) ** 2)
+
+
+def fake_loss(logits: Tensor) -> Tensor:
+    """Returns the discriminator's loss of generated waves, B."""
+    return 0.5 * per_item(at_least_fp32(logits) ** 2)
+
+
+def generator_loss(logits: Tensor) -> Tensor:
+    """Returns the generator's adversarial loss, B."""
+    return per_item((at_least_fp32(logits) - 1) ** 2)
+
+
 def real_pass(discriminator: Discriminator, real_B1T: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Returns the discriminator's loss of real waves, summed over items, and their features without a graph."""
     logits, features = discriminator(real_B1T)
-    return gan.real_loss(ADVERSARIAL, logits).sum(), [feature.detach() for feature in features]
+    return real_loss(logits).sum(), [feature.detach() for feature in features]
 
 
 def fake_pass(discriminator: Discriminator, made_B1T: Tensor) -> Tensor:
     """Returns the discriminator's loss of generated waves, summed over items."""
-    return gan.fake_loss(ADVERSARIAL, discriminator(made_B1T)[0]).sum()
+    return fake_loss(discriminator(made_B1T)[0]).sum()
 
 
 def generator_pass(discriminator: Discriminator, made_B1T: Tensor, *targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,8 +186,8 @@ def losses_of_generated_waves(
     2017), and feature matching. No features outlive the call outside the graph."""
     logits, features = discriminator(made_B1T)
     return (
-        gan.fake_loss(ADVERSARIAL, logits),
-        gan.generator_loss(ADVERSARIAL, logits),
+        fake_loss(logits),
+        generator_loss(logits),
         feature_distance(features, targets),
     )
 
@@ -204,14 +217,14 @@ class _AbsoluteDifference(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, made: Tensor, target: Tensor) -> Tensor:
-        difference = gan.at_least_fp32(made) - gan.at_least_fp32(target)
+        difference = at_least_fp32(made) - at_least_fp32(target)
         ctx.save_for_backward(difference.sign().to(torch.int8))
         ctx.dtypes = made.dtype, target.dtype
         size = difference.abs()
         if torch.compiler.is_compiling() and size.ndim > 2:
             # A compiler sums over what is contiguous in memory in the kernel that computes the features.
             size = size.mean(dim=1) if size.stride(1) == 1 else size.flatten(2).mean(dim=2)
-        return gan.per_item(size)
+        return per_item(size)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:

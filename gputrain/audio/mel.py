@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.function import once_differentiable
 
 from gputrain.audio.config import Mel, Resolution
-from gputrain.engine.gan import at_least_fp32
+from gputrain.engine.recipe import at_least_fp32
 
 OCTAVES_HZ = (250, 500, 1000, 2000, 4000, 8000, 16000)
 FLOOR = 1e-5  # Lowest mel magnitude before the logarithm: silence is ln 1e-5 = -11.5.

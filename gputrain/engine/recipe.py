@@ -63,6 +63,16 @@ class PhaseSums:
 Sums = dict[str, PhaseSums]  # By the name of the phase.
 
 
+def at_least_fp32(values: Tensor) -> Tensor:
+    """Returns the values in fp32 or higher precision."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def per_item(values: Tensor) -> Tensor:
+    """Returns the mean over all dimensions but the first, in fp32 or higher precision: B."""
+    return at_least_fp32(values).flatten(1).mean(dim=1)
+
+
 def add_value(totals: Scalars, name: str, value: Tensor) -> None:
     """Add a value to the total of its name, without a kernel if it is the first."""
     totals[name] = totals[name] + value if name in totals else value

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gputrain.caches import cache_folder
-from gputrain.engine.gan import at_least_fp32
+from gputrain.engine.recipe import at_least_fp32
 
 Array: TypeAlias = NDArray[Any]
 Search: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gputrain.audio.hifigan import LAST_SLOPE, SLOPE, ResBlock, leaky_relu, mean_of_blocks, same_length, upsample
 from gputrain.audio.weight_norm import WeightNormed
-from gputrain.engine.gan import at_least_fp32
+from gputrain.engine.recipe import at_least_fp32
 from gputrain.tts.architecture import VoiceArchitecture
 
 BETA = 9.0  # beta of the Kaiser window

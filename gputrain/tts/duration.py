@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gputrain.engine.gan import at_least_fp32
+from gputrain.engine.recipe import at_least_fp32
 from gputrain.tts.architecture import VoiceArchitecture
 
 SHORTEST = 1e-5  # minimum number of frames before the logarithm

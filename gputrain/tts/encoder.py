@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gputrain.engine.gan import at_least_fp32
+from gputrain.engine.recipe import at_least_fp32
 from gputrain.tts.architecture import VoiceArchitecture
 
 IMPOSSIBLE = -1e4  # A masked score: softmax gives 0 for it in every precision, and fp16 can represent it.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gputrain.audio.weight_norm import WeightNormed
-from gputrain.engine.gan import at_least_fp32
+from gputrain.engine.recipe import at_least_fp32
 from gputrain.tts.architecture import VoiceArchitecture
 
 

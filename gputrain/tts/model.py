@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gputrain.audio.weight_norm import WeightNormed
-from gputrain.engine.gan import at_least_fp32
+from gputrain.engine.recipe import at_least_fp32
 from gputrain.tts.align import path_from_durations
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.decoder import WaveDecoder

@@ -17,7 +17,7 @@ from torch import Tensor
 from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.mel import log_mel, magnitudes
 from gputrain.audio.weight_norm import cached_weights
-from gputrain.engine.gan import at_least_fp32
+from gputrain.engine.recipe import at_least_fp32
 from gputrain.files import FULL_SCALE, to_int16
 from gputrain.speech.buckets import ClipBatch
 from gputrain.speech.store import SpeechClip

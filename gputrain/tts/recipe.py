@@ -16,9 +16,8 @@ from gputrain.audio.discriminators import vits_discriminators
 from gputrain.audio.losses import DiscriminatorPasses, adversarial_terms, mel_term
 from gputrain.audio.mel import log_mel, magnitudes
 from gputrain.audio.weight_norm import shared_weights
-from gputrain.engine.gan import at_least_fp32
 from gputrain.engine.optim import Ema, adamw
-from gputrain.engine.recipe import ChainGradients, Phase, StepGroup, Term, Yielded
+from gputrain.engine.recipe import ChainGradients, Phase, StepGroup, Term, Yielded, at_least_fp32
 from gputrain.hw.runtime import Runtime
 from gputrain.speech.buckets import ClipBatch, ClipSize
 from gputrain.speech.training import BucketRecipe, fit_length

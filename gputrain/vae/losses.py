@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gputrain.engine.checkpoint import load_weights
+from gputrain.engine.recipe import at_least_fp32, per_item
 from gputrain.errors import UserError
 from gputrain.fetch.names import catalogue, close_names, find_published, local_path
 from gputrain.vae.config import MEASURES
@@ -111,6 +112,59 @@ def _blur(x_BCHW: Tensor) -> Tensor:
     channels = x_BCHW.shape[1]
     x_BCHW = F.conv2d(x_BCHW, window.view(1, 1, 1, -1).expand(channels, -1, -1, -1), groups=channels)
     return F.conv2d(x_BCHW, window.view(1, 1, -1, 1).expand(channels, -1, -1, -1), groups=channels)
+
+
+# ------------------------------------------------------------------------------------------------ adversarial losses
+# Logits have the shape B...: pictures, then patches, over which they are averaged.
+
+
+def discriminator_loss(real_logits: Tensor, fake_logits: Tensor) -> Tensor:
+    """Returns the discriminator's hinge loss of each picture, B (Lim and Ye 2017)."""
+    real_B, fake_B = per_item(F.relu(1 - at_least_fp32(real_logits))), per_item(F.relu(1 + at_least_fp32(fake_logits)))
+    return 0.5 * real_B + 0.5 * fake_B
+
+
+def generator_loss(fake_logits: Tensor) -> Tensor:
+    """Returns the adversarial loss of each reconstruction, B."""
+    return -per_item(fake_logits)
+
+
+class Balance(nn.Module):
+    """Statistics of earlier batches for the adversarial losses: part of every checkpoint, constant within a step.
+
+    - `weight` balances the adversarial loss with the other losses by the norms of their gradients on the output, as
+      in the loss balancer of EnCodec (Défossez et al. 2022, section 3.4) and, on the last layer, VQGAN (Esser et al.
+      2021, section 3.2): weight = |other| / |adversarial|, clamped. It is 0 until the first measurement.
+    - `real` and `fake` are moving averages of the discriminator's logits, which LeCam regularisation uses (Tseng et al.
+      2021, equation 3).
+    """
+
+    weight: Tensor
+    real: Tensor
+    fake: Tensor
+
+    def __init__(self, limit: float = 10.0, decay: float = 0.99) -> None:
+        """`limit` is the largest weight."""
+        super().__init__()
+        self.limit, self.decay = limit, decay
+        self.register_buffer("weight", torch.tensor(0.0))
+        self.register_buffer("real", torch.tensor(0.0))
+        self.register_buffer("fake", torch.tensor(0.0))
+
+    def measure(self, other_squares: Tensor, adversarial_squares: Tensor, finite: Tensor) -> None:
+        """Update the weight from the squared norms of the gradients over the whole batch; ignores non-finite steps."""
+        measured = (other_squares.sqrt() / (adversarial_squares.sqrt() + 1e-12)).clamp(max=self.limit)
+        self.weight.copy_(torch.where(finite & measured.isfinite(), measured, self.weight))
+
+    def observe(self, real_mean: Tensor, fake_mean: Tensor, finite: Tensor) -> None:
+        """Update the averages from the mean logits over the whole batch."""
+        for average, seen in ((self.real, real_mean), (self.fake, fake_mean)):
+            average.copy_(torch.where(finite, self.decay * average + (1 - self.decay) * seen, average))
+
+    def lecam(self, real_logits: Tensor, fake_logits: Tensor) -> Tensor:
+        """B: squared distances of real logits from the average of fake ones, and vice versa."""
+        real_distance = (at_least_fp32(real_logits) - self.fake) ** 2
+        return per_item(real_distance) + per_item((at_least_fp32(fake_logits) - self.real) ** 2)
 
 
 # -------------------------------------------------------------------------------------------------------- discriminator

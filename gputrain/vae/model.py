@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from gputrain.engine.gan import at_least_fp32
+from gputrain.engine.recipe import at_least_fp32
 from gputrain.hw.runtime import Runtime
 from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.attention import attention

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gputrain.engine import gan
 from gputrain.engine.checkpoint import load_weights
 from gputrain.engine.distributed import BatchDraws
 from gputrain.engine.optim import Ema, WeightSlot, adamw, layer_weights, weights_cast_once
-from gputrain.engine.recipe import BatchStat, ChainGradients, Phase, StepGroup, Term, Yielded
+from gputrain.engine.recipe import BatchStat, ChainGradients, Phase, StepGroup, Term, Yielded, at_least_fp32, per_item
 from gputrain.hw.runtime import Runtime
 from gputrain.samples import Report
 from gputrain.vae import losses
@@ -116,7 +115,7 @@ class VaeRecipe:
             return [self._step_group(phase, self.autoencoder_loss, weights)]
 
         self.discriminator = PatchDiscriminator(self.losses.discriminator_channels, self.settings.data.image_channels)
-        self.balance = gan.Balance().to(self.runtime.device)
+        self.balance = losses.Balance().to(self.runtime.device)
         self.runtime.place(self.discriminator)
         self.runtime.compile_modules([self.discriminator])
         self.modules |= {"discriminator": self.discriminator, "balance": self.balance}
@@ -186,7 +185,7 @@ class VaeRecipe:
         # No variable holds the latents beyond the decoding: its graph keeps what the gradients need of them.
         decoded_BCHW = self.autoencoder.decode(sampled(mean_BLhw, logvar_BLhw, batch.noise_BLhw))
         # The leaf of all losses on the picture, in fp32: in bf16, the difference of close levels would have a few bits.
-        made_BCHW = gan.at_least_fp32(decoded_BCHW.detach()).requires_grad_()
+        made_BCHW = at_least_fp32(decoded_BCHW.detach()).requires_grad_()
         if batch.made_BCHW is not None:
             batch.made_BCHW.copy_(made_BCHW.detach())
 
@@ -197,7 +196,7 @@ class VaeRecipe:
             # weights require no gradients in this group.
             scored_BCHW = made_BCHW.detach().requires_grad_()
             logits = self.discriminator(scored_BCHW)
-            loss_B = gan.generator_loss("hinge", logits)
+            loss_B = losses.generator_loss(logits)
             yield Term("adversarial", loss_B.sum() / batch.global_items)  # Its gradient is weighted below.
             adversarial_BCHW = _gradient(scored_BCHW)
             # VQGAN's adaptive weight is |gradient of the other losses| / |gradient of the adversarial one|, here on the
@@ -252,9 +251,9 @@ class VaeRecipe:
         logits = self.discriminator(torch.cat([images_BCHW, batch.made_BCHW.to(self.dtype)]))
         real, fake = logits.split(len(images_BCHW))
         # LeCam's averages are over the whole batch, so each part yields its share of the mean.
-        yield BatchStat("real_logits", gan.per_item(real.detach()).sum() / batch.global_items)
-        yield BatchStat("fake_logits", gan.per_item(fake.detach()).sum() / batch.global_items)
-        loss_B = gan.discriminator_loss("hinge", real, fake)
+        yield BatchStat("real_logits", per_item(real.detach()).sum() / batch.global_items)
+        yield BatchStat("fake_logits", per_item(fake.detach()).sum() / batch.global_items)
+        loss_B = losses.discriminator_loss(real, fake)
         if self.weights["lecam"]:  # It holds logits near the averages of earlier steps, which are constants.
             loss_B = loss_B + self.weights["lecam"] * self.balance.lecam(real, fake)
         yield Term("real_fake", loss_B.sum() / batch.global_items)

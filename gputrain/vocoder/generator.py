@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from gputrain.audio.hifigan import LAST_SLOPE, SLOPE, ResBlock, leaky_relu, mean_of_blocks, upsample
 from gputrain.audio.weight_norm import WeightNormed, row_norms
-from gputrain.engine.gan import at_least_fp32
+from gputrain.engine.recipe import at_least_fp32
 from gputrain.vocoder.config import NsfHifiganArchitecture
 
 HARMONICS = 9  # Number of sines: the fundamental and eight overtones.

@@ -23,9 +23,8 @@ from gputrain.audio.discriminators import DiscriminatorGroup
 from gputrain.audio.mel import log_mel
 from gputrain.audio.weight_norm import shared_weights
 from gputrain.engine.distributed import BatchDraws
-from gputrain.engine.gan import at_least_fp32
 from gputrain.engine.optim import Ema, adamw, muon_with_adamw
-from gputrain.engine.recipe import ChainGradients, Phase, StepGroup, Term, Yielded
+from gputrain.engine.recipe import ChainGradients, Phase, StepGroup, Term, Yielded, at_least_fp32
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.kind_work import PlanTarget
 from gputrain.planner.memory.predict import step_flops

@@ -15,7 +15,7 @@ from torch import nn
 from gputrain.audio.mel import log_mel
 from gputrain.config import assemble, flatten
 from gputrain.engine import checkpoint
-from gputrain.engine.gan import at_least_fp32
+from gputrain.engine.recipe import at_least_fp32
 from gputrain.errors import UserError
 from gputrain.speech.buckets import Speech, open_speech
 from gputrain.speech.error_rates import Edits, character_edits

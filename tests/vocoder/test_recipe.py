@@ -8,8 +8,7 @@ import torch
 
 from gputrain.audio import losses
 from gputrain.config import assemble
-from gputrain.engine.gan import at_least_fp32
-from gputrain.engine.recipe import phases_of
+from gputrain.engine.recipe import at_least_fp32, phases_of
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import accumulate, gradients, unfreeze_only, update
 from gputrain.errors import UserError
