@@ -311,7 +311,8 @@ def comparison(records: Sequence[RunRecord]) -> list[ComparedMetric]:
 
 def chart_groups(records: Sequence[RunRecord]) -> list[ChartGroup]:
     names = list(dict.fromkeys(name for record in records for name in record.metrics.names))
-    first = {name: rank for rank, name in enumerate(dict.fromkeys(_leading(records)))}
+    leading = dict.fromkeys(f"eval/{name}" for record in records for name in headlines_of(record))
+    first = {name: rank for rank, name in enumerate(leading)}
     held_out = [name for name in names if name.startswith("eval/") and not name.endswith(("_low", "_high"))]
     compared = [name for name in held_out if style_of(name).better and name != "eval/score"]
     held_out = sorted(compared or held_out, key=lambda name: first.get(name, len(first)))
@@ -335,11 +336,6 @@ def chart_groups(records: Sequence[RunRecord]) -> list[ChartGroup]:
         )
         for title, chosen, is_folded in groups
     ]  # fmt: skip
-
-
-def _leading(records: Sequence[RunRecord]) -> Iterator[str]:
-    for record in records:
-        yield from (f"eval/{name}" for name in headlines_of(record))
 
 
 def _charts(records: Sequence[RunRecord], names: Sequence[str], reach: int) -> Iterator[Markup]:

@@ -143,13 +143,6 @@ def _part(part: Any, image: Image.Image) -> SheetPart:
 # ------------------------------------------------------------------------------------------------------- transcripts
 
 
-class Edit(NamedTuple):
-    """A piece of a transcript: "equal", "delete" (missing in what was read), "insert" (not in the text)."""
-
-    change: str
-    text: str
-
-
 @dataclass(frozen=True)
 class ReadText:
     """A clip with the text that was spoken and the text that was read."""
@@ -164,20 +157,17 @@ class ReadText:
         return character_error_rate(self.text, self.read)
 
     @property
-    def edits(self) -> list[Edit]:
-        """The text that was read, with missing and additional pieces; both where one replaces the other."""
+    def edits(self) -> list[tuple[str, str]]:
+        """Pieces of the text that was read: "equal", "delete" (missing in it), "insert" (not in what was spoken)."""
         from rapidfuzz.distance import Levenshtein
 
-        made: list[Edit] = []
-        for operation in Levenshtein.opcodes(self.text, self.read):
-            change = operation.tag
-            missing = self.text[operation.src_start : operation.src_end]
-            read = self.read[operation.dest_start : operation.dest_end]
-            if change == "equal":
-                made.append(Edit("equal", read))
-                continue
-            made += [Edit("delete", missing)] if missing else []
-            made += [Edit("insert", read)] if read else []
+        made: list[tuple[str, str]] = []
+        for edit in Levenshtein.opcodes(self.text, self.read):
+            if edit.tag in ("delete", "replace"):
+                made.append(("delete", self.text[edit.src_start : edit.src_end]))
+            if edit.tag != "delete":
+                change = "equal" if edit.tag == "equal" else "insert"
+                made.append((change, self.read[edit.dest_start : edit.dest_end]))
         return made
 
 
@@ -207,12 +197,6 @@ class PictureGrid:
 
     heads: list[str]
     rows: list[list[GridCell]]
-
-
-@dataclass(frozen=True)
-class LabelledPicture:
-    title: str
-    picture: EmbeddedPicture
 
 
 @dataclass(frozen=True)
@@ -251,7 +235,7 @@ class SampleSection:
 
     grids: list[PictureGrid] = field(default_factory=list)
     sounds: list[SoundRow] = field(default_factory=list)
-    pictures: list[LabelledPicture] = field(default_factory=list)
+    pictures: list[EmbeddedPicture] = field(default_factory=list)
     transcripts: TranscriptTable | None = None
 
     @property
@@ -273,7 +257,7 @@ def sample_section(run: RunRecord, budget: MediaBudget) -> SampleSection:
         step, path = list(by_step.items())[-1]
         title = f"{name.replace('_', ' ')}, step {step:,}"
         whole = budget.of_file(path, partial(_whole_picture, path, title, budget))
-        section.pictures += [LabelledPicture(title, whole)] if whole else []
+        section.pictures += [whole] if whole else []
     for by_step in files.texts.values():
         section.transcripts = section.transcripts or transcript_table(by_step, files, budget)
     return section

@@ -3,7 +3,6 @@
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -67,12 +66,12 @@ def export_vae(
         written = f"those of {source.source} ({source.told_by}), whose encoder was not trained"
         progress(0, total)
     if kept is None or data_path is not None:
-        measured = measure_scaling(loaded, source, data_path, runtime.device, progress)
-        figures["measured on"], total = measured.where, measured.pictures + 1
+        measured, figures["measured on"], count = measure_scaling(loaded, source, data_path, runtime.device, progress)
+        total = count + 1
         if kept:
-            figures["measured there, not written"] = str(measured.scaling)
+            figures["measured there, not written"] = str(measured)
         else:
-            scaling, written = choose_scaling(measured.scaling, source, architecture.latent_channels)
+            scaling, written = choose_scaling(measured, source, architecture.latent_channels)
     if single_file:
         files, notes, difference = write_single_file(loaded.model, output_dir)
     else:
@@ -155,19 +154,11 @@ def choose_scaling(measured: LatentScaling, source: LatentSource | None, channel
     )
 
 
-class MeasuredScaling(NamedTuple):
-    """Factors of latents as measured, and on which pictures."""
-
-    scaling: LatentScaling
-    where: str
-    pictures: int
-
-
 def measure_scaling(
     loaded: LoadedVae, source: LatentSource | None, data_path: Path | None, device: torch.device, progress: Progress
-) -> MeasuredScaling:
+) -> tuple[LatentScaling, str, int]:
     """Measures the factors of the latents of training pictures: of `data_path`, of the run whose encoder it is, or of
-    this run. Raises UserError if they are missing."""
+    this run. Returns them, as text on which pictures, and the number of these. Raises UserError if they are missing."""
     assert loaded.settings is not None
     data = loaded.settings.data
     given: GivenFolders = data_path or data.data_path
@@ -199,4 +190,4 @@ def measure_scaling(
     made = reconstruction_figures(loaded.model, crops, device, progress=lambda done: progress(done, total))
     where = f"{made.pictures} training pictures in {format_folders(given)}, crops of {image_size} pixels"
     scaling = replace(made.latents.scaling, patches=made.patches.statistics if made.patches else None)
-    return MeasuredScaling(scaling, where, len(pictures))
+    return scaling, where, len(pictures)

@@ -78,11 +78,6 @@ class VaePrepareReport(PrepareReport):
     held_out: int
     findings: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        report = super().to_json()
-        report["quarantined"] = report.pop("refused")  # The name of the file that lists them.
-        return report
-
 
 def prepare_images(
     input_dir: Path,

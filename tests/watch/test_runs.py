@@ -129,14 +129,14 @@ def test_what_a_page_shows_does_not_change_while_the_run_is_read(tmp_path):
     runs = Runs([tmp_path])
     runs.look()
     before = runs.record(id_of(folder))
-    points, versions = before.series("loss/model/vae"), dict(before.versions)
+    points, versions = before.metrics.series("loss/model/vae"), dict(before.versions)
     with (folder / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(row) + "\n" for row in metric_rows("vae", 9)[4:])
     runs.read()
-    assert (before.series("loss/model/vae"), before.versions, before.last_step) == (points, versions, 3)
-    assert before.latest["seconds"] == 3
+    assert (before.metrics.series("loss/model/vae"), before.versions, before.last_step) == (points, versions, 3)
+    assert before.metrics.latest["seconds"] == 3
     after = runs.record(id_of(folder))
-    assert (after.last_step, len(after.series("loss/model/vae"))) == (9, 9)
+    assert (after.last_step, len(after.metrics.series("loss/model/vae"))) == (9, 9)
     runs.read()
     assert runs.record(id_of(folder)).metrics is after.metrics
 
