@@ -51,7 +51,7 @@ class Key:
     values: Sequence[object] = ()  # The supported values of a key without an option; none: all.
     null_is: object = NOTHING  # Value that null stands for.
     of: Sequence[Command] = TRAIN
-    fate: Literal["honoured", "met", "refused"] = "honoured"
+    fate: Literal["honoured", "met"] = "honoured"
 
     @property
     def is_ignored(self) -> bool:
@@ -110,18 +110,26 @@ def as_typed(options: Mapping[str, object]) -> str:
 
 
 def fixed_behaviour(
-    name: str, why: str, values: Sequence[object] = (), otherwise: str = "", instead: str = "", **facts: Any
+    name: str,
+    why: str,
+    values: Sequence[object] = (),
+    otherwise: str = "",
+    instead: str = "",
+    is_lost: bool = False,
+    **facts: Any,
 ) -> Key:
-    """Returns a key that asks for our fixed behaviour: with these values, or with any if none are given."""
+    """Returns a key that asks for our fixed behaviour: with these values, or with any if none are given. `is_lost`:
+    the value asks for something else, which gets lost with a warning."""
 
     def convert_value(value: Any, file: Values) -> Outcome:
         if values and not any(_equal(supported, value) for supported in values):
             raise UserError(otherwise or why, hint=instead or "change the key, or leave it out")
-        return NoEffect(why, is_ours=bool(values))
+        return NoEffect(why, is_lost, is_ours=bool(values) and not is_lost)
 
     words = f"At {' or '.join(f'`{format_yaml_value(value)}`' for value in values)}: {why}" if values else why
     because = "" if otherwise == why else f": {otherwise}"
     remark = f"Anything else is refused{because}." if values else ""
+    remark += " A warning is logged." if is_lost else ""
     return Key(name, convert_value, words=words, remark=remark, values=tuple(values), fate="met", **facts)
 
 

@@ -1,7 +1,6 @@
 """Translates openvpi's configuration files by `gputrain.translation`.
 
-`translate` follows the table of openvpi_keys.yaml, and so does docs/vocoder_keys.md, which
-`python -m gputrain.vocoder.openvpi` writes. Imports no torch.
+`translate` follows the table of openvpi_keys.yaml, and so does docs/vocoder_keys.md. Imports no torch.
 """
 
 import functools
@@ -14,7 +13,6 @@ from gputrain.config import convert, leaves, read_file, switches, unknown_key
 from gputrain.errors import UserError
 from gputrain.translation import (
     BOTH,
-    NOTHING,
     Command,
     File,
     Key,
@@ -29,7 +27,6 @@ from gputrain.translation import (
 )
 from gputrain.vocoder.config import PlanVocoder
 
-PAGE = Path(__file__).parents[2] / "docs" / "vocoder_keys.md"
 PROFILES = Path(__file__).parent / "profiles"
 
 TRAINING, SWITCHES = leaves(PlanVocoder), switches(PlanVocoder)
@@ -57,11 +54,6 @@ def translate(content: dict[str, object], source: Path, *, of: Command) -> dict[
     theirs = known_keys().keys() - TRAINING.keys() - PREPARATION.keys()
     if "base_config" not in content and not any("." in name or name in theirs for name in file.values):
         return content
-    if of == "train" and "task_cls" in file.values:
-        try:
-            options_of("task_cls", file.values, of)  # Keys of another model are not worth a message each.
-        except UserError as error:
-            raise UserError(f"{file.origins['task_cls']}: {error.message}", hint=error.hint) from None
     made: dict[str, object] = {"kind": "vocoder"} if of == "prepare" else {}
     made |= translated(
         file, source, lambda name: options_of(name, file.values, of), page="docs/vocoder_keys.md", is_whole=True
@@ -170,31 +162,6 @@ def _joined(content: Mapping[str, object], source: Path, prefix: str = "") -> di
             raise UserError(f"{source}: {twice} occurs twice, in its block and with a dot", hint="keep one of them")
         made |= inner
     return made
-
-
-def place(name: str, shipped: str = "", null_is: object = NOTHING) -> Key:
-    """Returns a key for the place of openvpi's files, which ours does not use."""
-    why = "prepare-data has --input-dir and --output-dir for it, train-vocoder --data-path"
-
-    def convert_value(value: Any, file: Values) -> Outcome:
-        return {} if value in ("", [], shipped) else NoEffect(why, is_lost=True)
-
-    return Key(
-        name, convert_value, words=why, remark="A warning is logged if it is set.", null_is=null_is, of=BOTH, fate="met"
-    )
-
-
-def dead(name: str, shipped: object, why: str, instead: str) -> Key:
-    """Returns a key that no code of the program reads. Its value in their files is ignored with a warning."""
-
-    def convert_value(value: Any, file: Values) -> Outcome:
-        if value != shipped:
-            raise UserError(why, hint=instead)
-        return NoEffect(why, is_lost=True)
-
-    return Key(
-        name, convert_value, words=why, remark=f"`{shipped}`, as openvpi ships it, only logs a warning.", fate="refused"
-    )
 
 
 def is_fast(file: Values) -> bool:
@@ -318,39 +285,4 @@ TURNS = (
 @functools.cache
 def known_keys() -> dict[str, Key]:
     """Returns the keys of openvpi_keys.yaml by name."""
-    return read_keys(
-        "gputrain.vocoder", "openvpi_keys.yaml", TURNS, {"place": place, "dead": dead, "optimizer": optimizer}
-    )
-
-
-HEAD = """# Keys of openvpi's configurations
-
-This page lists every key of openvpi/SingingVocoders' NSF-HiFiGAN configurations and its meaning in
-`gputrain train-vocoder --config` and `gputrain prepare-data --config`. A key may be in its block or written with a dot,
-`binarization_args.num_workers: 16`; a file may also contain keys of gputrain. The files of `base_config` are searched
-next to the file, in its parent folder, in the folder above `configs`, and among those that come with gputrain. null is
-an error unless the remark says otherwise.
-
-<!-- Written by `python -m gputrain.vocoder.openvpi`; a test fails when it is stale. -->
-"""
-
-
-def render_keys_page() -> str:
-    titles = {"honoured": "Supported", "met": "Without effect", "refused": "Refused"}
-    text = HEAD
-    for fate, title in titles.items():
-        rows = "".join(render_key_row(key) for key in known_keys().values() if key.fate == fate)
-        text += f"\n## {title}\n\n| key | command | becomes | remark |\n|---|---|---|---|\n{rows}"
-    return text
-
-
-def render_key_row(key: Key) -> str:
-    commands = {"train": "train-vocoder", "prepare": "prepare-data"}
-    names = ", ".join(f"`{option}`" for option in key.options)
-    where = ", ".join(commands[command] for command in key.of)
-    null = "" if key.null_is is NOTHING else f"null is {'0' if key.null_is == 0 else 'none'}."
-    return f"| `{key.name}` | {where} | {key.words or names} | {' '.join(filter(None, (key.remark, null)))} |\n"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(render_keys_page(), encoding="utf-8")
+    return read_keys("gputrain.vocoder", "openvpi_keys.yaml", TURNS, {"optimizer": optimizer})

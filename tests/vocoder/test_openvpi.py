@@ -8,10 +8,10 @@ import yaml
 from gputrain.cli.settings import PrepareSettings
 from gputrain.config import assemble, leaves, read_file
 from gputrain.errors import UserError
-from gputrain.vocoder import openvpi
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.openvpi import PROFILES, known_keys, translate
 from tests.tables import each_row
+from tests.vocoder import keys_page
 
 STANDARD, FAST = PROFILES / "base_hifi_gpu.yaml", PROFILES / "base_hifi_rtx5090_optimized.yaml"
 ADAMW, MUON = "torch.optim.AdamW", "modules.optimizer.muon.Muon_AdamW"
@@ -303,10 +303,11 @@ def test_what_keys_become(tmp_path, content, options):
 
 def test_paths_of_their_preparation_are_passed_over_aloud(tmp_path, caplog):
     path = write(tmp_path / "c.yaml", {"data_input_path": ["songs"], "DataIndexPath": "data", "pe": "harvest"})
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         assert translate(read_file(path), path, of="prepare") == {"kind": "vocoder", "f0_method": "pyworld"}
     (record,) = caplog.records
-    assert f"{path}: data_input_path has no effect: prepare-data has --input-dir" in record.getMessage()
+    named = f"{path}: data_input_path and DataIndexPath have no effect: prepare-data has --input-dir"
+    assert named in record.getMessage()
 
 
 def test_their_preparation_of_another_model_or_version(tmp_path):
@@ -331,10 +332,6 @@ def test_frozen_parameters_and_the_one_step_task(tmp_path):
     ({"pl_trainer_devices": 2}, "pl_trainer_devices is 2: training runs in one process", "CUDA_VISIBLE_DEVICES"),
     ({"pl_trainer_strategy": "ddp"}, "pl_trainer_strategy is 'ddp': training runs in one process", "auto"),
     ({"add_watermark": True, "ds_workers": 1}, "add_watermark is True: no watermark is trained", "set it to false"),
-    (  # The keys of another model are not listed.
-        {"task_cls": "training.univnet.univnet_task", "model_args": {"lvc_kernels": 3}},
-        "c.yaml: task_cls is 'training.univnet.univnet_task': the others train other models", "nsf_HiFigan",
-    ),
     ({"pl_trainer_strategy": {"name": "ddp"}}, "pl_trainer_strategy.name is 'ddp': training runs in one", "auto"),
     ({"nccl_p2p": False}, "nccl_p2p is False: training runs in one process", "leave it out"),
     ({"num_sanity_val_steps": "all"}, "num_sanity_val_steps is 'all': expected a number", "0 to start without"),
@@ -424,6 +421,6 @@ def test_every_option_in_the_table_exists():
 
 
 def test_the_page_is_current():
-    assert openvpi.PAGE.read_text(encoding="utf-8") == openvpi.render_keys_page(), (
-        "run python -m gputrain.vocoder.openvpi"
+    assert keys_page.PAGE.read_text(encoding="utf-8") == keys_page.render_keys_page(), (
+        "run python -m tests.vocoder.keys_page"
     )
