@@ -9,7 +9,6 @@ from gputrain.audio.config import SoundSaving
 from gputrain.config import ModelName, advanced, changed, config, file_key, opt
 from gputrain.engine.schedule import (
     CHECKPOINTING_HELP,
-    COUNTED_HELP,
     PUBLISHED_NAME,
     SEVERAL,
     LearningRateSchedule,
@@ -17,8 +16,9 @@ from gputrain.engine.schedule import (
 )
 from gputrain.errors import UserError
 from gputrain.fetch.names import TRAINED_HELP, TrainedModel
-from gputrain.hw.plan import NOT_PLANNED, Cards, DeviceName, Hardware
+from gputrain.hw.plan import DeviceName, Hardware
 from gputrain.kinds import PublishedFiles
+from gputrain.planner.kind_work import plan_settings
 from gputrain.speech.config import CLIPS_HELP, SpeechData
 
 TranscriptFormat = Literal["txt", "srt", "vtt"]
@@ -149,11 +149,6 @@ class TrainAsr:
     hardware: Hardware = Hardware()
 
 
-@config(panel="Data")
-class PlannedData(Data):
-    data_path: tuple[Path, ...] = changed(Data, "data_path", default=(Path("."),), help=COUNTED_HELP)
-
-
 @config(panel="Speech")
 class PlannedSpeech:
     clip_seconds: float = opt(default=8.0, help="Length of clips. With data, their average is taken.", min=0.5)
@@ -161,14 +156,7 @@ class PlannedSpeech:
     num_symbols: int = opt(default=32, help="Number of different symbols, with the blank.", min=4)
 
 
-@config()
-class PlanAsr(TrainAsr):
-    """The options of train-asr, with the speech and the GPUs to plan for."""
-
-    data: PlannedData = PlannedData()
-    speech: PlannedSpeech = PlannedSpeech()
-    cards: Cards = Cards()
-    rare_panels: ClassVar[tuple[str, ...]] = NOT_PLANNED
+PlanAsr = plan_settings(TrainAsr, speech=PlannedSpeech)
 
 
 @config(panel="Transcription")

@@ -18,14 +18,13 @@ from gputrain.asr.config import (
     PUBLISHED,
     Model,
     PlanAsr,
-    PlannedData,
     PlannedSpeech,
     TrainAsr,
     Transcribe,
 )
 from gputrain.audio.config import ClipEvaluation
 from gputrain.formatting import counted
-from gputrain.planner.kind_work import SWITCHES, KindWork, PlannedTraining, StepTraits, SyntheticWork
+from gputrain.planner.kind_work import NO_DATA, SWITCHES, KindWork, PlannedTraining, StepTraits, SyntheticWork
 from gputrain.speech.config import STRIDE
 from gputrain.speech.data_commands import PREPARED_SPEECH, prepare_command, validate_command, write_demo_speech
 
@@ -134,12 +133,12 @@ class AsrWork(KindWork[TrainAsr]):
     def begins(self, settings: TrainAsr) -> dict[str, int]:
         return {"training of the encoder (freeze_encoder_steps)": settings.model.freeze_encoder_steps}
 
-    def planned(self, settings: PlanAsr) -> PlannedTraining:
+    def planned(self, settings: Any) -> PlannedTraining:
         from gputrain.asr.data import facts_of, open_training_speech
         from gputrain.speech.training import PlannedClips, speaking_rate
 
         clips = None
-        if settings.data.data_path != PlannedData.data_path:
+        if settings.data.data_path != NO_DATA:
             speech = open_training_speech(settings)
             clips, (clip_seconds, labels_a_second) = len(speech.split.mixture()), speaking_rate(speech)
             facts = PlannedSpeech(

@@ -17,7 +17,6 @@ DISCRIMINATOR_START_HELP = (
     "Step at which the training of discriminators starts. Before, other losses are applied alone."
 )
 CHECKPOINTING_HELP = "Recompute activations in backward. Less memory, more time; default: the planner decides."
-COUNTED_HELP = "Data whose items are counted. Hours are predicted by them; not needed."
 # Ends of the help of an option that names a model to start from, and of one that names data folders.
 PUBLISHED_NAME = ", or a name of `gputrain fetch --list` or of the Hugging Face Hub."
 SEVERAL = " Give it several times for several folders: FOLDER=2 draws each item of one twice an epoch."

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass, field, make_dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar, get_type_hints
 
+from gputrain.config import changed
 from gputrain.engine.schedule import Saving, Schedule
-from gputrain.hw.plan import Hardware, Plan, decide
+from gputrain.hw.plan import NOT_PLANNED, Cards, Hardware, Plan, decide
 
 if TYPE_CHECKING:
     from gputrain.engine.data import Sample
@@ -122,6 +124,27 @@ class TrainingData(ABC, Generic[S]):
         name; a resumed one gets its weights afterwards."""
 
 
+NO_DATA = (Path("."),)  # The data of a plan for which none are named.
+
+
+def plan_settings(train: type, **groups: type) -> Any:
+    """Returns the options of a kind's plan: those of its training, without required data, further groups of options
+    such as the speech to plan for, and the GPUs."""
+    data = get_type_hints(train)["data"]
+    path = changed(data, "data_path", default=NO_DATA, help=COUNTED_HELP)
+    planned_data = _subclass("PlannedData", data, [("data_path", tuple[Path, ...], path)])
+    groups = {"data": planned_data, **groups, "cards": Cards}
+    made = _subclass(
+        train.__name__.replace("Train", "Plan"), train, [(n, group, group()) for n, group in groups.items()]
+    )
+    made.rare_panels = NOT_PLANNED
+    return made
+
+
+def _subclass(name: str, base: type, fields: Sequence[tuple[str, Any, Any]]) -> Any:
+    return make_dataclass(name, fields, bases=(base,), frozen=True, kw_only=True)
+
+
 class PlannedTraining(NamedTuple):
     """A training to plan for other GPUs than this machine's."""
 
@@ -131,6 +154,7 @@ class PlannedTraining(NamedTuple):
     items: int | None  # Items of an epoch; None: unknown.
 
 
+COUNTED_HELP = "Data whose items are counted. Hours are predicted by them; not needed."
 # The default is what reaches its first step within a minute, and has been run on a GPU.
 SLOW_TO_COMPILE = "its many layers take minutes to compile, and no compiled step was timed yet; ask for it to try"
 

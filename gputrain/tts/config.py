@@ -7,15 +7,15 @@ from gputrain.audio.config import AdversarialSchedule, SoundSaving, check_multip
 from gputrain.config import ModelName, advanced, changed, config, file_key, opt
 from gputrain.engine.schedule import (
     CHECKPOINTING_HELP,
-    COUNTED_HELP,
     PUBLISHED_NAME,
     SEVERAL,
     LearningRateSchedule,
 )
 from gputrain.errors import UserError
 from gputrain.fetch.names import TrainedModel
-from gputrain.hw.plan import NOT_PLANNED, Cards, DeviceName, Hardware
+from gputrain.hw.plan import DeviceName, Hardware
 from gputrain.kinds import PublishedFiles
+from gputrain.planner.kind_work import plan_settings
 from gputrain.speech.config import CLIPS_HELP, LEXICON_HELP, SpeechData
 from gputrain.tts.architecture import VoicePreset
 
@@ -147,11 +147,6 @@ class TrainTts:
         return (0 if self.model.init_from else PRIOR_STEPS) if given is None else given
 
 
-@config(panel="Data")
-class PlannedData(Data):
-    data_path: tuple[Path, ...] = changed(Data, "data_path", default=(Path("."),), help=COUNTED_HELP)
-
-
 @config(panel="Speech")
 class PlannedSpeech:
     clip_seconds: float = opt(default=5.0, help="Length of clips. With data, their average is taken.", min=0.5)
@@ -161,14 +156,7 @@ class PlannedSpeech:
     sampling_rate: int = opt(default=22050, help="Sampling rate, in Hz.", min=8000)
 
 
-@config()
-class PlanTts(TrainTts):
-    """The options of train-tts, with the speech and the GPUs to plan for."""
-
-    data: PlannedData = PlannedData()
-    speech: PlannedSpeech = PlannedSpeech()
-    cards: Cards = Cards()
-    rare_panels: ClassVar[tuple[str, ...]] = NOT_PLANNED
+PlanTts = plan_settings(TrainTts, speech=PlannedSpeech)
 
 
 @config(panel="Voice")

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 from gputrain import kinds
 from gputrain.audio.config import ClipEvaluation
 from gputrain.formatting import counted
-from gputrain.planner.kind_work import SLOW_TO_COMPILE, KindWork, PlannedTraining, StepTraits, SyntheticWork
+from gputrain.planner.kind_work import NO_DATA, SLOW_TO_COMPILE, KindWork, PlannedTraining, StepTraits, SyntheticWork
 from gputrain.speech.config import HOP_SIZE
 from gputrain.speech.data_commands import PREPARED_SPEECH, RATE_HZ, prepare_command, validate_command, write_demo_speech
 from gputrain.tts import coqui
 from gputrain.tts.config import (
     PUBLISHED,
-    PlannedData,
     PlannedSpeech,
     PlanTts,
     Speak,
@@ -105,12 +104,12 @@ class TtsWork(KindWork[TrainTts]):
             changes["--preset medium"] = replace(settings, model=replace(model, preset="medium"))
         return changes
 
-    def planned(self, settings: PlanTts) -> PlannedTraining:
+    def planned(self, settings: Any) -> PlannedTraining:
         from gputrain.speech.training import PlannedClips
         from gputrain.tts.data import facts_of, open_training_speech, size_of
 
         clips = None
-        if settings.data.data_path != PlannedData.data_path:
+        if settings.data.data_path != NO_DATA:
             speech = open_training_speech(settings)
             clips = len(speech.split.mixture())
             settings = replace(settings, speech=facts_of(speech))

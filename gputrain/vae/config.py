@@ -6,7 +6,6 @@ from typing import ClassVar, Literal
 from gputrain.config import ModelName, advanced, changed, config, file_key, opt
 from gputrain.engine.schedule import (
     CHECKPOINTING_HELP,
-    COUNTED_HELP,
     DISCRIMINATOR_START_HELP,
     PUBLISHED_NAME,
     SEVERAL,
@@ -15,8 +14,9 @@ from gputrain.engine.schedule import (
 )
 from gputrain.errors import UserError
 from gputrain.fetch.names import TRAINED_HELP, TrainedModel
-from gputrain.hw.plan import NOT_PLANNED, Cards, DeviceName, Hardware
+from gputrain.hw.plan import DeviceName, Hardware
 from gputrain.kinds import EXCLUDE_HELP, PublishedFiles
+from gputrain.planner.kind_work import plan_settings
 from gputrain.vae.architecture import VaeArchitecture, VaePreset, vae_architecture
 
 # Names that scripts written for earlier VAE trainers use.
@@ -190,18 +190,7 @@ class TrainVae:
         )
 
 
-@config(panel="Data")
-class PlannedData(Data):
-    data_path: tuple[Path, ...] = changed(Data, "data_path", default=(Path("."),), help=COUNTED_HELP)
-
-
-@config()
-class PlanVae(TrainVae):
-    """The options of train-vae, with the GPUs to plan for."""
-
-    data: PlannedData = PlannedData()
-    cards: Cards = Cards()
-    rare_panels: ClassVar[tuple[str, ...]] = NOT_PLANNED
+PlanVae = plan_settings(TrainVae)
 
 
 PICTURES = "Pictures, with --kind vae"

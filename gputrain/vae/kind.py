@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from gputrain import kinds
 from gputrain.config import leaves
-from gputrain.planner.kind_work import CUDA_GRAPHS, SWITCHES, KindWork, PlannedTraining, SyntheticWork
+from gputrain.planner.kind_work import CUDA_GRAPHS, NO_DATA, SWITCHES, KindWork, PlannedTraining, SyntheticWork
 from gputrain.vae.architecture import VaePreset
 from gputrain.vae.config import (
     PUBLISHED,
     PictureEvaluation,
     PictureLimits,
-    PlannedData,
     PlanVae,
     Reconstruct,
     TrainVae,
@@ -98,11 +97,13 @@ class VaeWork(KindWork[TrainVae]):
         return settings
 
     def open_data(self, settings: TrainVae) -> VaeData:
+        return self._opened(settings, settings.saving.output_dir / UNPACKED)
+
+    def _opened(self, settings: TrainVae, unpack_at: Path | None) -> VaeData:
         from gputrain.vae.data import VaeData
         from gputrain.vae.dataset import open_pictures
 
-        data, run = settings.data, settings.saving.output_dir
-        unpack_at = None if isinstance(settings, PlanVae) else run / UNPACKED
+        data = settings.data
         return VaeData(
             open_pictures(data.data_path, held_out_share=data.held_out_share, unpack_at=unpack_at, exclude=data.exclude)
         )
@@ -135,10 +136,10 @@ class VaeWork(KindWork[TrainVae]):
         what = "the adversarial loss (discriminator_start + discriminator_warmup_steps)"
         return {what: late} if losses.adversarial_weight else {}
 
-    def planned(self, settings: PlanVae) -> PlannedTraining:
+    def planned(self, settings: Any) -> PlannedTraining:
         columns = {"image_size": settings.data.image_size, "batch_size": settings.schedule.global_batch_size}
-        named = settings.data.data_path != PlannedData.data_path
-        return PlannedTraining(self, settings, columns, len(self.open_data(settings)) if named else None)
+        named = settings.data.data_path != NO_DATA
+        return PlannedTraining(self, settings, columns, len(self._opened(settings, None)) if named else None)
 
     def synthetic(self, settings: TrainVae, **options: Any) -> SyntheticWork:
         from gputrain.vae.data import synthetic_pictures, synthetic_recipe

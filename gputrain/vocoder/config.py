@@ -20,15 +20,15 @@ from gputrain.audio.config import (
 from gputrain.config import ModelName, advanced, changed, config, file_key, opt
 from gputrain.engine.schedule import (
     CHECKPOINTING_HELP,
-    COUNTED_HELP,
     DISCRIMINATOR_START_HELP,
     PUBLISHED_NAME,
     SEVERAL,
 )
 from gputrain.errors import UserError
 from gputrain.fetch.names import TRAINED_HELP, TrainedModel
-from gputrain.hw.plan import NOT_PLANNED, Cards, DeviceName, Hardware
+from gputrain.hw.plan import DeviceName, Hardware
 from gputrain.kinds import PublishedFiles
+from gputrain.planner.kind_work import plan_settings
 
 DiscriminatorKind = Literal["msd", "mpd", "mrd", "fast_mpd", "fast_mrd"]
 OptimizerName = Literal["adamw", "muon"]
@@ -393,18 +393,7 @@ class TrainVocoder:
         return self.data.crop_mel_frames * self.spectrogram.hop_size / self.spectrogram.audio_sample_rate
 
 
-@config(panel="Data")
-class PlannedData(Data):
-    data_path: tuple[Path, ...] = changed(Data, "data_path", default=(Path("."),), help=COUNTED_HELP)
-
-
-@config()
-class PlanVocoder(TrainVocoder):
-    """The options of train-vocoder, and the GPUs to plan for."""
-
-    data: PlannedData = PlannedData()
-    cards: Cards = Cards()
-    rare_panels: ClassVar[tuple[str, ...]] = NOT_PLANNED
+PlanVocoder = plan_settings(TrainVocoder)
 
 
 @config(panel="Evaluation")

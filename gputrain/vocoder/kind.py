@@ -17,6 +17,7 @@ from gputrain.engine.stop import format_duration
 from gputrain.formatting import counted, format_number
 from gputrain.planner.kind_work import (
     CUDA_GRAPHS,
+    NO_DATA,
     SLOW_TO_COMPILE,
     SWITCHES,
     KindWork,
@@ -30,7 +31,6 @@ from gputrain.vocoder.config import (
     PUBLISHED,
     SAMPLING_RATE,
     ExcerptEvaluation,
-    PlannedData,
     PlanVocoder,
     TrainVocoder,
     Vocode,
@@ -136,13 +136,13 @@ class VocoderWork(KindWork[TrainVocoder]):
             "training of the generator (discriminator_only_steps)": losses.discriminator_only_steps,
         }
 
-    def planned(self, settings: PlanVocoder) -> PlannedTraining:
+    def planned(self, settings: Any) -> PlannedTraining:
         from gputrain.vocoder.data import VocoderTraining
         from gputrain.vocoder.store import open_sounds
 
         columns = {"crop_mel_frames": settings.data.crop_mel_frames, "batch_size": settings.schedule.global_batch_size}
         data, items = settings.data, None
-        if data.data_path != PlannedData.data_path:
+        if data.data_path != NO_DATA:
             items = len(VocoderTraining.of(settings, open_sounds(data.data_path, data.held_out_share)))
         return PlannedTraining(self, settings, columns, items)
 
