@@ -28,8 +28,6 @@ log = logging.getLogger(__name__)
 
 Samples = npt.NDArray[np.float32]
 BLOCK = 1 << 20  # Samples of a file that are decoded at once.
-TRIM_WINDOW = 2048  # Samples over which power is averaged to detect silence.
-TRIM_HOP = 512
 # Subtypes of libsndfile whose samples may exceed full scale, or have another one: floating point, decoded sound, and
 # integers that hold shorter ones.
 UNSCALED = frozenset({"FLOAT", "DOUBLE", "PCM_32", "VORBIS", "OPUS", "MPEG_LAYER_I", "MPEG_LAYER_II", "MPEG_LAYER_III"})
@@ -76,15 +74,11 @@ def resample(wave_T: Samples, from_hz: float, to_hz: float) -> Samples:
 
 def trim(wave_T: Samples, top_db: float) -> Samples:
     """Returns a view of the wave without silence at both ends: frames with a power `top_db` below the loudest frame's.
+    Frames of 2048 samples are 512 apart."""
+    import librosa
 
-    Frames of TRIM_WINDOW samples are TRIM_HOP apart and centred on their positions, as in librosa.effects.trim.
-    """
-    squares_T = np.pad(np.square(wave_T), TRIM_WINDOW // 2)
-    power_F = np.lib.stride_tricks.sliding_window_view(squares_T, TRIM_WINDOW)[::TRIM_HOP].mean(axis=1)
-    # Power below 1e-10, which is -100 dB, counts as equally silent.
-    level_F = power_F.clip(min=1e-10)
-    loud = np.flatnonzero(level_F > level_F.max() * 10 ** (-top_db / 10))
-    return wave_T[loud[0] * TRIM_HOP : (loud[-1] + 1) * TRIM_HOP]
+    trimmed_T: Samples = librosa.effects.trim(wave_T, top_db=top_db)[0]
+    return trimmed_T
 
 
 class Mixing(NamedTuple):
