@@ -26,16 +26,19 @@ import race
 import skimage.metrics
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from race import Figures, Metric, OurTraining, Race
 from torch import Tensor
 from vae_vs_diffusers import stock_autoencoder
 
 from gputrain.bench.runner import Settings
 from gputrain.engine.distributed import RankGroup
+from gputrain.vae import dataset
 from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.config import TrainVae
 from gputrain.vae.data import start_linear
 from gputrain.vae.dataset import CropDataset, Pictures, centre_crop, open_pictures, to_unit
+from gputrain.vae.pictures import Crop, read_picture
 from gputrain.vae.recipe import VaeRecipe
 
 HELD_OUT = 0.15
@@ -99,7 +102,14 @@ def measure(settings: Settings) -> dict[str, Any]:
     given, runtime = race.assemble_for_cpu(TrainVae, mine, data_path=settings["data"], seed=seed, **options)
     pictures = open_pictures(Path(settings["data"]), held_out_share=HELD_OUT)
     # Both sides read the pictures from RAM, so that the clock counts cutting crops and no decoding.
-    crops = CropDataset(pictures.train, settings["image_size"], seed, given.data.horizontal_flip, in_memory=True)
+    decoded = functools.cache(read_picture)
+
+    def part(path: Path, *, crop: Crop, channels: int) -> Image.Image:
+        image = decoded(path, channels=channels)
+        return image.crop(crop(*image.size))
+
+    vars(dataset)["read_picture"] = part
+    crops = CropDataset(pictures.train, settings["image_size"], seed, given.data.horizontal_flip)
     evaluated = [centre_crop(one.path, settings["evaluated_size"]) for one in pictures.held_out[: settings["clips"]]]
     for item in range(len(crops)):
         crops[(0, item)]  # type: ignore[index]  # It decodes the picture.
