@@ -130,9 +130,9 @@ def test_wrong_exports(folder: Path, tmp_path: Path) -> None:
     words = ["export", "--model", folder / "model", "--output-dir", tmp_path / "out"]
     for more, message in (
         (["--format", "piper"], "is a recogniser, which has no format piper"),
-        (["--format", "sherpa", "--name", "x"], "name does nothing with format sherpa"),
+        (["--format", "sherpa", "--name", "x"], "name does nothing with a recogniser, format sherpa"),
         (["--data-path", tmp_path], "not prepared for"),
-        (["--device", "cuda"], "a recogniser is exported on the CPU"),
+        (["--device", "cuda"], "device does nothing with a recogniser, format transformers"),
     ):
         done = gputrain_here(*words, *more)
         assert done.returncode == 2
