@@ -59,6 +59,7 @@ class VocoderBatch:
 
     def part(self, first: int, stop: int) -> "VocoderBatch":
         parts = {name: getattr(self, name)[first:stop] for name in ("real_B1T", "mel_BMF", "target_BMF", "f0_BF")}
+        # The noise was drawn for the whole batch: an item has the same in any part. The counts of the batch stay.
         noise = Noise(*(tensor[first:stop] for tensor in self.noise))
         return replace(self, **parts, noise=noise, shifts=self.shifts.part(first, stop))
 
@@ -75,6 +76,7 @@ class VocoderRecipe:
         # Weights by the names of the losses in the metrics. That of every discriminator's terms is 1.
         self.weights = {"mel": self.loss_options.lab_aux_melloss, "stft": self.loss_options.lab_aux_stftloss}
         schedule = settings.schedule
+        # The first weights are a function of the seed, whatever was drawn before, as when data were opened.
         torch.manual_seed(schedule.seed)
         self.generator = build_generator(settings, runtime)
         sizes = settings.discriminators
@@ -86,11 +88,14 @@ class VocoderRecipe:
             self.ema = Ema(self.generator, average, schedule.ema_decay)
             self.modules["ema"] = self.ema
         self._flops: dict[tuple[bool, bool], float] = {}  # FLOPs of one item, by the active phases.
+        # One group of two phases, not two groups: both networks learn from the same waves, before either has stepped.
         self.step_groups = [self._step_group()]
         self._compile()
 
     def _step_group(self) -> StepGroup:
         schedule = self.settings.schedule
+        # What is frozen gets no gradient, no step and no part in the norm by which gradients are clipped. Gradients
+        # still pass through it: a frozen discriminator teaches the generator.
         frozen = functools.partial(frozen_parameters, self.settings.model.frozen_params)
         optimizer = self._optimizer(self.generator, schedule.generator_optimizer, schedule.weight_decay, schedule.betas)
         generator = Phase("generator", (self.generator,), optimizer, frozen=frozen({"generator": self.generator}))
@@ -152,6 +157,8 @@ class VocoderRecipe:
         )
         wave_BT, f0_BF = (tensor.to(device, non_blocking=True).to(self.dtype) for tensor in loaded)
         wave_BT = wave_BT / 32768
+        # Speed comes before loudness, because resampling may exceed the peak to which the loudness is limited. The mels
+        # below are those of the changed wave, so that input and target agree.
         if data.key_aug:
             how = (data.crop_mel_frames, data.key_aug_prob, data.aug_min, data.aug_max)
             wave_BT, f0_BF = augment.change_key(wave_BT, f0_BF, *how, draws)
@@ -162,6 +169,8 @@ class VocoderRecipe:
             made = draw_noise(self.settings.architecture, items, f0_BF.shape[1], draws.generator)
             return Noise(*(tensor.to(self.dtype) for tensor in made))
 
+        # How many items are shifted depends on the global batch alone, not on the part of this rank: every split has
+        # the same ones, and the divisors of the losses are known before any part is computed.
         count = math.ceil(draws.global_items * self.loss_options.pc_aug_rate) if self.loss_options.pc_aug else 0
         shifts = augment.draw_shifts(
             draws.global_items, count, self.loss_options.pc_aug_key, draws.generator, self.dtype, drawn
@@ -188,23 +197,31 @@ class VocoderRecipe:
             yield from self._discriminator_terms(batch, step)
             return
         waves_W1T = self.generate(batch)
+        # A leaf: what is back-propagated into it stops there, so that the generator's graph is run through once and not
+        # again for each of the losses. It is in fp32, as the sum of many small gradients would round in 16 bit.
         made_W1T = at_least_fp32(waves_W1T.detach()).requires_grad_()
 
         if self._discriminators_learn(step):
             # For each discriminator: its own loss of real and generated waves, then the generator's adversarial loss
-            # and feature matching, which share the pass over generated waves.
+            # and feature matching, which share the pass over generated waves. HiFi-GAN updates the discriminators
+            # before it computes the generator's losses; here both see the discriminators of the step before, which
+            # saves a pass over the generated waves. Losses of real waves and feature matching are divided by the items
+            # of the global batch, those of generated waves by their number, of which pc_aug makes more.
             yield from losses.adversarial_terms(
                 self.by_kind, batch.real_B1T, made_W1T, batch.global_items, batch.global_waves, passes=self.passes
             )
 
+        # Each of these, too, is back-propagated as it is yielded, before the next spectrogram is computed.
         yield from self.reconstruction_terms(made_W1T, batch)
 
+        # All terms above have been back-propagated by now, and the leaf holds the sum of their gradients.
         assert made_W1T.grad is not None
         yield ChainGradients((waves_W1T,), (made_W1T.grad.to(waves_W1T.dtype),))
 
     def _discriminator_terms(self, batch: VocoderBatch, step: int) -> Iterator[Term]:
         """Yields the terms of the discriminators alone, whose warm-up needs no graph of the waves."""
         if self._discriminators_learn(step):
+            # Nothing trains the generator yet: without a graph, its activations need not stay for a backward pass.
             with torch.no_grad():
                 made_W1T = at_least_fp32(self.generate(batch))
             yield from losses.discriminator_terms(
@@ -218,6 +235,8 @@ class VocoderRecipe:
             made_W1T, batch.real_B1T, batch.target_BMF, batch.shifts, self._loss_mel
         )
 
+        # By default, the mel of the loss reaches up to half of the sampling rate, beyond the mel that the generator is
+        # given: otherwise nothing but the discriminators and the STFT loss would measure what it makes above fmax.
         yield losses.mel_term(self.loss_mel, made_P1T, target_PMF, batch.global_pairs, self.weights["mel"])
         yield from losses.stft_terms(
             self.loss_options.stft, made_P1T, real_P1T, batch.global_pairs, self.weights["stft"]
@@ -249,6 +268,8 @@ class VocoderRecipe:
         return self._generator_learns(step), self._discriminators_learn(step)
 
     def refresh_spectral_norms(self, statistics: dict[str, Tensor], finite: Tensor) -> None:
+        # Power iteration runs once a step. In every forward pass, as torch does it, the weights would depend on the
+        # number of micro-batches.
         for discriminators in self.by_kind.values():
             discriminators.refresh_spectral_norms()
 
@@ -263,16 +284,19 @@ class VocoderRecipe:
 
     def flops(self, batch: VocoderBatch, step: int) -> float:
         active = self._active(step)
+        # They are counted on fake tensors, without a kernel, and once for each set of networks that learn.
         if active not in self._flops:
             self._flops[active] = step_flops(target(self.settings), step) / self.settings.schedule.global_batch_size
         return self._flops[active] * self.size(batch)
 
     def peak_memory_step(self, step: int) -> int:
         """Returns a step at which both the generator and the discriminators are trained."""
+        # Before it, one of the networks keeps no gradients and runs without a graph, so that a plan would be too low.
         return max(step, self.loss_options.discriminator_start, self.loss_options.discriminator_only_steps)
 
     def split(self, batch: VocoderBatch, parts: int) -> list[VocoderBatch]:
         """Returns parts whose sizes differ by at most one, the largest first."""
+        # Nearly equal sizes, because each other size would be compiled, and searched by cuDNN, once more.
         ends = [math.ceil(self.size(batch) * part / parts) for part in range(parts + 1)]
         return [batch.part(first, stop) for first, stop in pairwise(ends)]
 
