@@ -85,10 +85,6 @@ class DatasetProfile:
     def decoded_gb(self) -> float:
         return self.item_bytes * self.items / 1e9
 
-    @property
-    def longest_seconds(self) -> float:
-        return float(self.seconds.max()) if len(self.seconds) else 0.0
-
     def quantile(self, share: float) -> float:
         """Returns the seconds that this share of the clips does not exceed."""
         return float(np.quantile(self.seconds, share, method="inverted_cdf"))
@@ -100,7 +96,7 @@ class DatasetProfile:
             size = " x ".join(map(str, max(leaves(self.widest), key=lambda leaf: leaf.bytes).shape))
             return f"{self.items} items ({seen} looked at), the largest {size}"
         half, most = self.quantile(0.5), self.quantile(0.95)
-        lengths = f"median {half:.1f} s, 95 % up to {most:.1f} s, longest {self.longest_seconds:.1f} s"
+        lengths = f"median {half:.1f} s, 95 % up to {most:.1f} s, longest {self.seconds.max():.1f} s"
         return f"{self.items} clips ({seen} looked at), {self.hours:.2f} hours: {lengths}"
 
 

@@ -21,10 +21,10 @@ MakeBatch = Callable[[int, float], Any]  # (items, seconds of each; 0 if items h
 
 
 class BatchGuess(NamedTuple):
-    """A function that makes batches, and a description of them."""
+    """A function that makes batches, or one of their inputs, and a description of these."""
 
     make: MakeBatch
-    description: str
+    description: str = ""
 
 
 INPUTS = {"input_values": "audio", "input_features": "audio", "pixel_values": "pictures"}  # Made of such data.
@@ -109,7 +109,7 @@ def _whole_items(profile: DatasetProfile) -> list[BatchGuess]:
     return [_guess(named)]
 
 
-def _guess(tree: Any, made: Mapping[str, "Made"] | None = None) -> BatchGuess:
+def _guess(tree: Any, made: Mapping[str, BatchGuess] | None = None) -> BatchGuess:
     """Returns batches of the tensors of a tree, and of others that are made by name."""
     made = made or {}
 
@@ -125,7 +125,7 @@ def _guess(tree: Any, made: Mapping[str, "Made"] | None = None) -> BatchGuess:
     shapes = [f"{name} {leaf.shape}" for name, leaf in named if isinstance(leaf, TensorShape)]
     of_data = f"{', '.join(shapes)}, as the items of the dataset" if shapes else ""
     of_model = ", ".join(
-        f"{name}{': ' if made_input.text else ''}{made_input.text}" for name, made_input in made.items()
+        f"{name}{': ' if made_input.description else ''}{made_input.description}" for name, made_input in made.items()
     )
     return BatchGuess(make, "; ".join(filter(None, (of_data, of_model))))
 
@@ -154,12 +154,12 @@ def _of_data(model: nn.Module, profile: DatasetProfile) -> list[BatchGuess]:
     signature = Signature(model)
     if profile.kind == "audio":
         rate = round(profile.item_bytes / 4 / float(profile.seconds.mean()))
-        wave = Made(lambda B, seconds: _meta(B, round(seconds * rate)), f"waves at {rate} Hz")
+        wave = BatchGuess(lambda B, seconds: _meta(B, round(seconds * rate)), f"waves at {rate} Hz")
         beside = {name: leaf for name, leaf in (profile.widest or {}).items() if name in signature.names}
         missing = [name for name in signature.required if name not in beside]
         if len(missing) == 1 and beside:
-            return [_guess(beside, {missing[0]: wave}), BatchGuess(wave.make, wave.text)]
-        return [BatchGuess(wave.make, wave.text)]
+            return [_guess(beside, {missing[0]: wave}), wave]
+        return [wave]
     tree = profile.widest
     if isinstance(tree, Mapping):
         return _of_named_items(model, signature, {name: leaf for name, leaf in tree.items() if leaf is not None})
@@ -191,13 +191,6 @@ def _of_named_items(model: nn.Module, signature: Signature, named: dict[str, Any
 # -------------------------------------------------------------------------------------- batches of transformers
 
 
-class Made(NamedTuple):
-    """An input that the dataset does not have by name, made of the model's configuration."""
-
-    make: Callable[[int, float], Any]
-    text: str = ""
-
-
 def _of_transformer(model: Any, profile: DatasetProfile) -> list[BatchGuess]:
     """Returns batches of the tensors that the model takes by name, with those that its processor makes of sounds and
     pictures. Raises UserError if there are none."""
@@ -211,11 +204,13 @@ def _of_transformer(model: Any, profile: DatasetProfile) -> list[BatchGuess]:
             hint="pass a dataset of its items (texts are tokenized before), or batch=",
         )
     if "return_loss" in signature.names:
-        made["return_loss"] = Made(lambda B, seconds: True)
+        made["return_loss"] = BatchGuess(lambda B, seconds: True)
     most_tokens = getattr(model.config, "max_target_positions", 0)
     labelled = dict(made)
     if raw and most_tokens and "labels" in signature.names and "labels" not in data:  # The decoder needs them.
-        labelled["labels"] = Made(lambda B, seconds: _meta(B, most_tokens, dtype=torch.long), f"{most_tokens} tokens")
+        labelled["labels"] = BatchGuess(
+            lambda B, seconds: _meta(B, most_tokens, dtype=torch.long), f"{most_tokens} tokens"
+        )
     guesses = [_guess(data, labelled)]
     # A model may choose by the values of masks and labels (DeBERTa), which are not kept of long ones.
     for left_out in (("mask",), ("mask", "labels"), ("labels",)):
@@ -233,24 +228,24 @@ def _accepted(tree: Any, signature: Signature) -> dict[str, Any]:
     return {name: leaf for name, leaf in named.items() if name in signature.names and isinstance(leaf, TensorShape)}
 
 
-def _made(name: str, model: Any, profile: DatasetProfile) -> Made:
+def _made(name: str, model: Any, profile: DatasetProfile) -> BatchGuess:
     """Returns what the processor of a model makes of sounds and pictures: waves at 16 kHz, log-mel of fixed length, or
     pictures of the size in the configuration, else of their own."""
     if name == "input_values":
-        return Made(lambda B, seconds: _meta(B, round(seconds * SAMPLING_RATE)), "waves at 16 kHz")
+        return BatchGuess(lambda B, seconds: _meta(B, round(seconds * SAMPLING_RATE)), "waves at 16 kHz")
     if name == "input_features":
         M, T = (_setting(model.config, each) or 0 for each in ("num_mel_bins", "max_source_positions"))
         if not M or not T:
             raise UserError(f"{name} of {type(model).__name__} cannot be guessed", hint="pass batch=")
         # Whisper's encoder halves the frames of 30 s.
-        return Made(lambda B, seconds: _meta(B, M, 2 * T), f"log-mel with {M} channels, always {2 * T} frames")
+        return BatchGuess(lambda B, seconds: _meta(B, M, 2 * T), f"log-mel with {M} channels, always {2 * T} frames")
     size = _setting(model.config, "image_size")
     if not size:
         pictures = [leaf for leaf in leaves(profile.widest) if len(leaf.shape) == 3]
         size = max(pictures, key=lambda leaf: leaf.bytes).shape[-2:]
     H, W = (size, size) if isinstance(size, int) else tuple(size)
     C = _setting(model.config, "num_channels") or 3
-    return Made(lambda B, seconds: _meta(B, C, H, W), f"{C} x {H} x {W}")
+    return BatchGuess(lambda B, seconds: _meta(B, C, H, W), f"{C} x {H} x {W}")
 
 
 def _setting(config: Any, name: str) -> Any:

@@ -245,7 +245,8 @@ class Planner:
         over_long: OverLong = ("refuse" if labels else "chunk") if wish == "auto" else wish
         whole_batch_size, batch_size = batch_size, batch_size // gpus
         self.memory_models.least_items = self.limit.least = 2 if self._batch_layers and batch_size > 1 else 1
-        budget = self._budget(share)
+        eager = decide(self.machine, Hardware(use_torch_compile=False))
+        budget = memory_budget(self.machine, eager, Hardware(), published_rates(self.machine.gpu, eager), share)
         limit, found = self._fit(batch_size, budget, most_seconds, over_long)
         if limit.clips_over and over_long == "chunk" and labels:
             clips = f"{limit.clips_over} clips are" if limit.clips_over > 1 else "1 clip is"
@@ -289,11 +290,6 @@ class Planner:
             gpus=gpus,
             drop_last=self._drops_last(found.micro_batch_size * gpus, gpus),
         )
-
-    def _budget(self, share: float) -> MemoryBudget:
-        machine = self.machine
-        plan = decide(machine, Hardware(use_torch_compile=False))
-        return memory_budget(machine, plan, Hardware(), published_rates(machine.gpu, plan), share)
 
     def _fit(
         self, batch_size: int, budget: MemoryBudget, most_seconds: float, over_long: OverLong
@@ -401,12 +397,6 @@ class Planner:
     def _depends_on_split(self) -> bool:
         return bool(self._batch_layers) or self.memory_models.compares_items
 
-    @property
-    def _batch_layer(self) -> str:
-        """Returns the class and the name of the first layer that uses statistics of a batch."""
-        name = self._batch_layers[0]
-        return f"{type(self.memory_models.model.get_submodule(name)).__name__} ({name or 'the model'})"
-
     def _drops_last(self, items: int, gpus: int) -> bool:
         """Returns whether the last micro-batch of an epoch would have too few items for BatchNorm, where the others
         have so many on all GPUs."""
@@ -420,8 +410,9 @@ class Planner:
         if not self._depends_on_split or micro_batch_size == whole:
             return f"it is kept exactly{on_each}"
         causes = []
-        if self._batch_layers:
-            causes.append(f"{self._batch_layer} uses the statistics of a batch")
+        for name in self._batch_layers[:1]:
+            layer = type(self.memory_models.model.get_submodule(name)).__name__
+            causes.append(f"{layer} ({name or 'the model'}) uses the statistics of a batch")
         if self.memory_models.compares_items:
             causes.append("the loss compares the items of a batch with each other")
         said = (

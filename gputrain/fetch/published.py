@@ -99,7 +99,7 @@ def fetch_model(
     import pooch
 
     opened = open_repository(name)
-    found = [(choice, kind) for kind in wanted if (choice := _choose_from(opened, name.path, kind, weights=weights))]
+    found = [(choice, kind) for kind in wanted if (choice := choose(opened.files, name.path, kind))]
     if not found:
         raise _no_model(opened, wanted)
     choice, kind = min(found, key=lambda pair: pair[0].rank)
@@ -122,14 +122,6 @@ def fetch_model(
                 hint=f"it is damaged, or not the published file any more; if you trust it, name {name} itself",
             )
     return folder / choice.path, files
-
-
-def _choose_from(opened: Repository, path: str, wanted: PublishedFiles, *, weights: bool) -> Choice | None:
-    choice = choose(opened.files, path, wanted)
-    if choice is None and opened.why_cached and not weights:  # The cache may have what describes a model alone.
-        others = _matching(opened.files, path, [*wanted.needed, *wanted.beside])
-        return Choice(path, (), tuple(others)) if others else None
-    return choice
 
 
 def _no_model(opened: Repository, wanted: Sequence[PublishedFiles]) -> UserError:

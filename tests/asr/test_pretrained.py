@@ -185,7 +185,6 @@ def test_what_a_snapshot_lacks_is_said(hub, tmp_path, caplog):
     with pytest.raises(UserError, match=r"user/model: no vocab\.json"):
         load_recogniser("user/model", CPU)
     (snapshot / "model.safetensors").unlink()
-    assert local_path("user/model", PUBLISHED, weights=False) == snapshot
     with pytest.raises(UserError, match=r"user/model: .*: offline, and the cache .* has no model\.safetensors"):
         load_recogniser("user/model", CPU)
 
