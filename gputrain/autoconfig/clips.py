@@ -71,7 +71,11 @@ class PreparedClips(Sequence[Any]):
                 self.left_out += 1
                 count = 0
             elif count > 1 and not may_cut:
-                self._check_labels(number, dataset[number] if item is None else item, seconds)
+                if labels := labels_of(dataset[number] if item is None else item):
+                    raise UserError(
+                        f"item {number} lasts {seconds:.1f} s and must be cut, but {labels} belongs to all of it",
+                        hint='over_long="refuse" leaves such items out; or cut them with what belongs to them before',
+                    )
                 may_cut = bool(len(known))
             self.pieces += [Piece(number, piece, count) for piece in range(count)]
             self.seconds += [seconds / max(1, count)] * count
@@ -81,14 +85,6 @@ class PreparedClips(Sequence[Any]):
             raise UserError(
                 f"none of {len(dataset)} clips is at most {limit_seconds:g} s long",
                 hint='use a larger max_duration_seconds, or over_long="chunk" if the clips have no labels',
-            )
-
-    @staticmethod
-    def _check_labels(number: int, item: Any, seconds: float) -> None:
-        if labels := labels_of(item):
-            raise UserError(
-                f"item {number} lasts {seconds:.1f} s and must be cut, but {labels} belongs to all of it",
-                hint=f'over_long="refuse" leaves such items out; or cut them together with their {labels} before',
             )
 
     def __len__(self) -> int:

@@ -151,13 +151,6 @@ def _of_lengths(seconds: Seconds, items: int, sampling_rate: float, **more: Any)
     return DatasetProfile("audio", items, len(seconds), seconds, item_bytes=mean_bytes, **more)
 
 
-def _of_sounds(sounds: Sequence[ClipLength], items: int, decode_seconds: float, labels: str = "") -> DatasetProfile:
-    seconds = checked([sound.seconds for sound in sounds])
-    rate = float(np.mean([sound.sampling_rate for sound in sounds]))
-    beside = _widest([sound.beside for sound in sounds])
-    return _of_lengths(seconds, items, rate, decode_seconds=decode_seconds, labels=labels, widest=beside)
-
-
 # -------------------------------------------------------------------------------------------------------- items
 
 
@@ -166,7 +159,10 @@ def _profile_items(dataset: Any) -> DatasetProfile:
     order = permutation(0, 0, len(dataset))[:MOST_EXAMINED].tolist()
     found, decode_seconds = _examined(dataset, order)
     if isinstance(found[0], ClipLength):
-        return _of_sounds(found, len(dataset), decode_seconds, labels_of(dataset[order[0]]))
+        seconds = checked([sound.seconds for sound in found])
+        rate = float(np.mean([sound.sampling_rate for sound in found]))
+        more = {"labels": labels_of(dataset[order[0]]), "widest": _widest([sound.beside for sound in found])}
+        return _of_lengths(seconds, len(dataset), rate, decode_seconds=decode_seconds, **more)
     return _of_shapes("pictures" if _has_picture(found[0]) else "tensors", found, len(dataset), decode_seconds)
 
 

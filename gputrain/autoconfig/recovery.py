@@ -309,7 +309,8 @@ def average_over_processes(group: RankGroup, model: nn.Module) -> None:
 
 def check_agreement(group: RankGroup, config: OptimalConfig) -> None:
     """Raises UserError if the processes that train together have different settings of what they share."""
-    first, *others = group.gather(config.shared_by_processes())
+    shared = ("target_batch_size", "gpus", "fp16", "bf16", "max_duration_seconds", "over_long")
+    first, *others = group.gather(tuple(getattr(config, name) for name in shared))
     if any(other != first for other in others):
         raise UserError(
             "the processes that train together have planned differently",

@@ -56,11 +56,6 @@ class OptimalConfig:
             lines += textwrap.wrap(reason, 80, initial_indent=head, subsequent_indent=" " * 37)
         return "\n".join(lines)
 
-    def shared_by_processes(self) -> tuple[object, ...]:
-        """Returns what all processes that train together must have in common."""
-        precision = (self.fp16, self.bf16)
-        return (self.target_batch_size, self.gpus, precision, self.max_duration_seconds, self.over_long)
-
     def training_arguments(self, *, by_length: bool = False) -> dict[str, Any]:
         """Returns keyword arguments for the TrainingArguments of the installed transformers, 4.5x or 5.x.
 
