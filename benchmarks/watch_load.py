@@ -18,9 +18,7 @@ from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
-from gputrain.engine.history import HISTORY
-from gputrain.engine.metrics import METRICS
-from gputrain.engine.run_folder import CONFIG
+from gputrain.engine.run_folder import CONFIG, HISTORY, METRICS
 from gputrain.hw.probe import machine_facts
 from gputrain.report.media import LiveMedia, MediaBudget
 from gputrain.report.page import chart_groups, make_page

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gputrain.engine.workers import describe_exit
+from gputrain.engine.data import describe_exit
 from gputrain.errors import UserError, first_line
 from gputrain.formatting import format_number
 

@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from gputrain.data_in.preparation import RefusedItem, is_of_programs
-from gputrain.engine.workers import describe_exit, signals_blocked
+from gputrain.engine.data import describe_exit, signals_blocked
 from gputrain.errors import UserError, first_line, require
 from gputrain.fetch.archives import fault_of_name, room_for, too_large, write_new
 from gputrain.fetch.datasets import NO, UNUSABLE, split_of

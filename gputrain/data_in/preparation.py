@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gputrain.data_in.split import fingerprint
-from gputrain.engine.workers import describe_exit, remedy_for_exit, signals_blocked
+from gputrain.engine.data import describe_exit, remedy_for_exit, signals_blocked
 from gputrain.errors import UserError
 from gputrain.files import Progress, read_rows, write_rows, writing
 from gputrain.formatting import format_number

@@ -5,7 +5,6 @@ not wait for them.
 """
 
 import contextlib
-import errno
 import functools
 import io
 import json
@@ -31,7 +30,16 @@ from rich.text import Text
 from torch import Tensor
 
 from gputrain.engine.distributed import RankGroup
-from gputrain.engine.run_folder import blocks, replace_file, write_text
+from gputrain.engine.run_folder import (
+    METRICS,
+    MetricsRow,
+    append_line,
+    blocks,
+    lines_from,
+    replace_file,
+    row_of,
+    write_text,
+)
 from gputrain.engine.stop import format_duration
 from gputrain.files import write_wav
 from gputrain.hw.runtime import Runtime, synchronize
@@ -40,12 +48,9 @@ from gputrain.samples import Report, Sheet, SoundSample
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-MetricsRow = dict[str, Any]  # The values of a line of metrics.jsonl by name.
-METRICS = "metrics.jsonl"
 CAPTIONS = "captions.json"  # The captions of the sounds in samples/, by name.
 REFERENCE = "_reference"  # The end of the name of a recording in samples/.
 LAYOUT_KEY = "gputrain"  # The key of a sheet's layout in its PNG file.
-TAIL_BYTES = 65536  # Bytes at the end of metrics.jsonl that are read first; they hold about 200 lines.
 RECENT_LINES = 20  # Lines of metrics over which speed and remaining time are averaged.
 
 
@@ -298,52 +303,6 @@ class Metrics:
                 replace_file(self.path, chain(blocks(file, start), kept))
         elif kept != lines:
             os.truncate(self.path, start)
-
-
-def lines_from(path: Path, step: int) -> tuple[int, list[bytes]]:
-    """Return the lines of metrics behind the last whole one of an earlier step, and the position where they begin.
-
-    Lines are in the order of their steps, so the file is read from its end: a long run has a million lines. Raises
-    OSError.
-    """
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        length = min(TAIL_BYTES, size)
-        while True:
-            file.seek(size - length)
-            lines = file.read(length).splitlines(keepends=True)
-            if length < size:
-                lines.pop(0)  # Its beginning may not have been read.
-            rows = (row_of(line) for line in reversed(lines))
-            later = next((number for number, row in enumerate(rows) if row is not None and row["step"] < step), None)
-            if later is not None or length == size:
-                found = lines[len(lines) - later :] if later is not None else lines
-                return size - sum(map(len, found)), found
-            length = min(4 * length, size)
-
-
-def append_line(line: bytes, path: Path) -> None:
-    """Append a line to a file atomically, after completing an unfinished line. Raises OSError."""
-    with path.open("a+b", buffering=0) as file:
-        end = file.seek(0, os.SEEK_END)
-        file.seek(max(0, end - 1))
-        line = line if file.read(1) in (b"", b"\n") else b"\n" + line
-        try:
-            if file.write(line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError:
-            file.truncate(end)
-            raise
-
-
-def row_of(line: bytes) -> MetricsRow | None:
-    """Returns the values of a line by name, or None if the line is incomplete or damaged."""
-    try:
-        row: MetricsRow = json.loads(line.decode())
-        row["step"] = int(row["step"])
-    except (ValueError, KeyError, TypeError, OverflowError):
-        return None
-    return row
 
 
 def _read(window: list[dict[str, Tensor]]) -> list[dict[str, float]]:

@@ -1,12 +1,16 @@
-"""A run folder: creating, locking, resuming, its configuration, and plan.json."""
+"""A run folder: creating, locking, resuming, its configuration, plan.json, and history.jsonl, which records every start
+and every end of a run."""
 
 import contextlib
+import errno
 import json
 import logging
 import os
+import platform
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -16,10 +20,11 @@ from gputrain import config
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import Content
 from gputrain.engine.distributed import RankGroup
-from gputrain.engine.schedule import RunProgress, Saving
+from gputrain.engine.schedule import RunProgress, Saving, StepSchedule
 from gputrain.engine.stop import StopSignal
-from gputrain.errors import UserError
+from gputrain.errors import Stopped, UserError, first_line
 from gputrain.hw.plan import Plan
+from gputrain.hw.probe import machine_facts
 from gputrain.serialization import from_row
 
 log = logging.getLogger(__name__)
@@ -27,6 +32,10 @@ log = logging.getLogger(__name__)
 # Settings whose changes are not reported.
 NO_CHANGE = ("resume_from", "output_dir", "max_time", "cooldown", "verbose", "watch")
 LOCK, CONFIG, PLAN = ".lock", "config.yaml", "plan.json"
+METRICS, HISTORY = "metrics.jsonl", "history.jsonl"
+MetricsRow = dict[str, Any]  # The values of a line of metrics.jsonl by name.
+TAIL_BYTES = 65536  # Bytes at the end of metrics.jsonl that are read first; they hold about 200 lines.
+HISTORY_BYTES = 4_000_000  # Bytes at its end that are searched for the last start, whose line has all changes.
 LEAVING_SECONDS = 30  # Time for another process that was asked to stop to save.
 
 
@@ -55,6 +64,52 @@ def replace_file(path: Path, content: Iterable[bytes]) -> None:
     finally:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
+
+
+def lines_from(path: Path, step: int) -> tuple[int, list[bytes]]:
+    """Return the lines of metrics behind the last whole one of an earlier step, and the position where they begin.
+
+    Lines are in the order of their steps, so the file is read from its end: a long run has a million lines. Raises
+    OSError.
+    """
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        length = min(TAIL_BYTES, size)
+        while True:
+            file.seek(size - length)
+            lines = file.read(length).splitlines(keepends=True)
+            if length < size:
+                lines.pop(0)  # Its beginning may not have been read.
+            rows = (row_of(line) for line in reversed(lines))
+            later = next((number for number, row in enumerate(rows) if row is not None and row["step"] < step), None)
+            if later is not None or length == size:
+                found = lines[len(lines) - later :] if later is not None else lines
+                return size - sum(map(len, found)), found
+            length = min(4 * length, size)
+
+
+def append_line(line: bytes, path: Path) -> None:
+    """Append a line to a file atomically, after completing an unfinished line. Raises OSError."""
+    with path.open("a+b", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - 1))
+        line = line if file.read(1) in (b"", b"\n") else b"\n" + line
+        try:
+            if file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            file.truncate(end)
+            raise
+
+
+def row_of(line: bytes) -> MetricsRow | None:
+    """Returns the values of a line by name, or None if the line is incomplete or damaged."""
+    try:
+        row: MetricsRow = json.loads(line.decode())
+        row["step"] = int(row["step"])
+    except (ValueError, KeyError, TypeError, OverflowError):
+        return None
+    return row
 
 
 @dataclass
@@ -264,7 +319,7 @@ def _open_folder(saving: Saving, kind: str, settings: type) -> OpenedFolder:
         usual = {name: value for name, value in config.defaults(settings).items() if value is not None}
         found[1]["config"] = usual | found[1]["config"]
     here = found is not None and found[0].parent.resolve() == folder.resolve()
-    has_steps, has_checkpoints = (folder / "metrics.jsonl").exists(), bool(checkpoint.newest_first(folder))
+    has_steps, has_checkpoints = (folder / METRICS).exists(), bool(checkpoint.newest_first(folder))
     begins_anew = has_steps and not has_checkpoints and bool(saving.resume_from)
     if (has_steps or has_checkpoints) and not here and not begins_anew:
         raise UserError(
@@ -327,3 +382,87 @@ def lock_folder(folder: Path) -> FileLock:
     except (OSError, NotImplementedError) as error:
         log.warning("%s cannot be locked (%s): a second process in it would not be detected", folder, error)
     return lock
+
+
+# ------------------------------------------------------------------------------------------------------- history.jsonl
+
+
+@contextlib.contextmanager
+def recorded(
+    run: Run, steps: StepSchedule, device_type: str, progress_now: Callable[[], RunProgress]
+) -> Iterator[None]:
+    """Add a line to history.jsonl at the start of the block, and one at its end, however it ends."""
+    start: dict[str, Any] = {
+        "event": "start",
+        "command": run.command,
+        "step": steps.start.step,
+        "last_step": None if steps.has_open_end else steps.last_step,
+        "logged_step": last_logged_step(run.folder),
+        "ranks": run.group.ranks.count,
+        "machine": machine_facts(device_type),
+        "host": platform.node(),
+        "process": os.getpid(),
+        "changes": run.changes,
+        "data": run.data,
+    }
+    _add_to_history(run, start)
+    outcome, message = "failed", ""
+    try:
+        yield
+        progress = progress_now()
+        outcome = "finished" if progress.finished or run.saving.ends_early(progress) else "stopped"
+        if not progress.finished:
+            message = "ended early" if outcome == "finished" else "max_steps is reached"
+    except Stopped as error:
+        outcome, message = "stopped", error.message
+        raise
+    except BaseException as error:
+        message = first_line(error)
+        raise
+    finally:
+        _add_to_history(run, {"event": "end", "step": progress_now().step, "outcome": outcome, "message": message})
+
+
+def _add_to_history(run: Run, row: dict[str, Any]) -> None:
+    """Append a line with the time. An error must not end the training."""
+    if not run.group.leads:
+        return
+    line = json.dumps({"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), **row}, default=str) + "\n"
+    try:
+        append_line(line.encode(), run.folder / HISTORY)
+    except OSError as error:
+        log.warning("%s cannot be written (%s)", run.folder / HISTORY, error.strerror or error)
+
+
+def last_logged_step(folder: Path) -> int:
+    """Returns the step of the last whole line of metrics.jsonl; 0 if there is none."""
+    rows = (row_of(line) for line in _last_lines(folder / METRICS, TAIL_BYTES))
+    return next((int(row["step"]) for row in rows if row is not None), 0)
+
+
+def open_start(folder: Path) -> dict[str, Any] | None:
+    """Returns the last start of history.jsonl; None if there is none, or if its end follows."""
+    for line in _last_lines(folder / HISTORY, HISTORY_BYTES):
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            if isinstance(row, dict) and row.get("event") in ("start", "end"):
+                return row if row["event"] == "start" else None
+    return None
+
+
+def history_size(folder: Path) -> int:
+    """Returns the size of history.jsonl, which grows when a run starts; 0 if there is none."""
+    try:
+        return (folder / HISTORY).stat().st_size
+    except OSError:
+        return 0
+
+
+def _last_lines(path: Path, count: int) -> list[bytes]:
+    """Return the lines of the last `count` bytes of a file, the last one first; none if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - count))
+            return file.read().splitlines()[::-1]
+    except OSError:
+        return []

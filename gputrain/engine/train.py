@@ -21,11 +21,10 @@ from gputrain.engine.callbacks.save import Save, SaveBeforeReports, kept_names, 
 from gputrain.engine.checkpoint import tensor_bytes
 from gputrain.engine.cuda_graph import replay_gradients_if_planned
 from gputrain.engine.first_steps import MemoryCheck, compiling
-from gputrain.engine.history import recorded
 from gputrain.engine.metrics import Metrics
 from gputrain.engine.out_of_memory import retried_once
 from gputrain.engine.recipe import Batch, Recipe
-from gputrain.engine.run_folder import Run
+from gputrain.engine.run_folder import Run, recorded
 from gputrain.engine.saving import Saver, warn_of_surprises
 from gputrain.engine.schedule import StepSchedule
 from gputrain.engine.state import TrainState
@@ -58,7 +57,7 @@ def train(
     if nothing_is_left(run, steps):
         return
     with (
-        recorded(run, steps, state),
+        recorded(run, steps, runtime.device.type, lambda: state.progress),
         Metrics(
             run.folder, console, runtime, unit=recipe.unit, first_step=first, last_step=steps.known_end, group=run.group
         ) as metrics,

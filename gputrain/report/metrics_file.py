@@ -13,7 +13,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from gputrain.engine.metrics import RECENT_LINES, row_of
+from gputrain.engine.metrics import RECENT_LINES
+from gputrain.engine.run_folder import row_of
 
 Points = list[tuple[int, float]]  # Steps with values.
 

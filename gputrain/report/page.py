@@ -20,8 +20,7 @@ import jinja2
 from markupsafe import Markup
 
 from gputrain import __version__
-from gputrain.engine.history import history_size
-from gputrain.engine.run_folder import CONFIG, write_text
+from gputrain.engine.run_folder import CONFIG, history_size, write_text
 from gputrain.engine.schedule import Saving
 from gputrain.engine.stop import COMMAND_CLOCK, EXIT_SECONDS, format_duration, parse_duration
 from gputrain.errors import UserError, first_line

@@ -18,9 +18,7 @@ import psutil
 
 from gputrain import config
 from gputrain.engine.checkpoint import newest_first
-from gputrain.engine.history import HISTORY
-from gputrain.engine.metrics import METRICS
-from gputrain.engine.run_folder import CONFIG, PLAN
+from gputrain.engine.run_folder import CONFIG, HISTORY, METRICS, PLAN
 from gputrain.engine.stop import format_duration
 from gputrain.errors import UserError, first_line, settings_without_secrets
 from gputrain.kinds import kinds

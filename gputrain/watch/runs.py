@@ -11,9 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from gputrain.engine.history import HISTORY
-from gputrain.engine.metrics import METRICS
-from gputrain.engine.run_folder import PLAN
+from gputrain.engine.run_folder import HISTORY, METRICS, PLAN
 from gputrain.errors import first_line
 from gputrain.report.metrics_file import RowGroup
 from gputrain.report.page import unique_names

@@ -27,9 +27,9 @@ from urllib.parse import quote
 
 from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler, get_interface_ip
 
-from gputrain.engine.history import history_size
+from gputrain.engine.data import describe_exit
+from gputrain.engine.run_folder import history_size
 from gputrain.engine.schedule import Saving
-from gputrain.engine.workers import describe_exit
 from gputrain.errors import UserError
 from gputrain.hw.ranks import Ranks
 from gputrain.watch.app import HEADERS, WatchApp

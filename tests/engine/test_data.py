@@ -29,7 +29,7 @@ from torch.utils.data._utils import signal_handling
 
 from gputrain.data_in.preparation import in_processes
 from gputrain.data_in.split import few_held_out, fingerprint, is_held_out, split
-from gputrain.engine import workers
+from gputrain.engine import data
 from gputrain.engine.data import DataWarning, Reader, Stream, batches, item_rng, loader, permutation, samples
 from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule
 from gputrain.errors import UserError
@@ -301,16 +301,16 @@ class Hanging:
 
 def test_a_batch_that_does_not_come_is_told(tmp_path, monkeypatch, caplog):
     """It comes once that has been told."""
-    monkeypatch.setattr(workers, "HANG_SECONDS", 0.2)
-    warn = workers.log.warning
-    monkeypatch.setattr(workers.log, "warning", lambda *of: (warn(*of), (tmp_path / "told").touch()))
+    monkeypatch.setattr(data, "HANG_SECONDS", 0.2)
+    warn = data.log.warning
+    monkeypatch.setattr(data.log, "warning", lambda *of: (warn(*of), (tmp_path / "told").touch()))
     batches = loader(Hanging(tmp_path / "told"), Stream(2, 0, 1, 0, 2), num_workers=1)
     assert sorted(batch.item() for batch in batches) == [0, 1]
     assert re.search(r"no batch for \d+ s: the data workers \(processes \d+\) or the disk", caplog.text)
 
 
 def test_workers_that_hang_are_killed_when_the_loader_is_closed(tmp_path, monkeypatch):
-    monkeypatch.setattr(workers, "LEAVING_SECONDS", 0.1)
+    monkeypatch.setattr(data, "LEAVING_SECONDS", 0.1)
     stream = Stream(2, 2, 1, 0, 2)
     assert [batch[0].item for batch in stream] == [1, 0]
     batches = loader(Sleeper(tmp_path), stream, num_workers=2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gputrain.engine import health
-from gputrain.engine.health import Health
+from gputrain.engine.callbacks.metrics_log import Health
 from gputrain.hw.plan import Hardware, Setting, decide
 from gputrain.hw.probe import Machine
 from tests.engine.test_run import schedule

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gputrain import __version__
-from gputrain.engine.history import last_logged_step
+from gputrain.engine.run_folder import last_logged_step
 from gputrain.errors import Stopped
 from tests.engine.test_run import schedule, trained
 from tests.toy import ToyRecipe, batches, quiet, train_toy

@@ -338,7 +338,7 @@ def test_a_signal_to_the_whole_process_group_ends_in_a_checkpoint(tmp_path, numb
 CLOSED_CONNECTION = """
 import os, socket
 from multiprocessing import resource_sharer
-from gputrain.engine.workers import start_worker
+from gputrain.engine.data import start_worker
 
 start_worker(0)
 receiver, sender = os.pipe()
@@ -387,7 +387,7 @@ def test_a_request_to_stop_does_not_wait_for_workers_that_hang(tmp_path):
 
 ORPHANS = """
 import multiprocessing, os, signal, time
-from gputrain.engine.workers import start_worker
+from gputrain.engine.data import start_worker
 
 def work(pipe):
     start_worker(0)

@@ -20,6 +20,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gputrain.engine import metrics as engine_metrics
+from gputrain.engine import run_folder
 from gputrain.engine import stop
 from gputrain.engine.callbacks.reports import log_evaluation
 from gputrain.engine.metrics import Bar, Metrics, TimeLeft
@@ -275,8 +276,9 @@ def test_a_resumed_run_reads_only_the_end_of_its_metrics(tmp_path, monkeypatch):
     lines.insert(3990, b'{"step": 3990, "eval/score": 1.0}\n')
     path.write_bytes(b"".join(lines) + b'{"step": 40')
     parsed: list[bytes] = []
-    known = engine_metrics.row_of
-    monkeypatch.setattr(engine_metrics, "row_of", lambda line: parsed.append(line) or known(line))
+    known = run_folder.row_of
+    for module in (engine_metrics, run_folder):
+        monkeypatch.setattr(module, "row_of", lambda line: parsed.append(line) or known(line))
     with metrics(tmp_path, first_step=3990) as written:
         assert path.read_bytes() == b"".join(lines[:3991])
         written.forget_report(3990, "eval")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gputrain.engine.history import HISTORY
+from gputrain.engine.run_folder import HISTORY
 from gputrain.engine.schedule import Saving
 from gputrain.watch import server as beside
 from gputrain.watch.server import watched_beside

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from gputrain.engine.metrics import append_line
+from gputrain.engine.run_folder import append_line
 from gputrain.report.media import LiveMedia
 from gputrain.watch import runs
 from gputrain.watch.app import WatchApp

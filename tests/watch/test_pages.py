@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gputrain.engine.metrics import append_line
+from gputrain.engine.run_folder import append_line
 from gputrain.report.media import LiveMedia
 from gputrain.watch.pages import Pages
 from gputrain.watch.runs import Runs, id_of
