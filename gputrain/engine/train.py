@@ -46,16 +46,19 @@ def train(
 ) -> None:
     """Train to the end of the schedule. `open_batches(first, last)` yields the batches of those steps, in order. Raises
     Stopped, with everything saved, when a signal asks for it."""
-    state = TrainState.begin(recipe, steps.schedule, runtime, run)
+    state = TrainState.begin(recipe, steps.schedule, runtime, run)  # The weights, at the checkpoint if one is resumed.
     replay_gradients_if_planned(state)
     saver = Saver(state, run)
+    # The second step is measured: in the first, cuDNN and the compiler take memory to search for the best kernels.
     check = MemoryCheck(saver, steps.start.step + 1)
-    saver.write_plan()
+    saver.write_plan()  # Before the first step, so that a run that fails in it leaves behind what was planned.
     warn_of_surprises(state, run, steps)
     state.progress = steps.start
     first, end = steps.start.step, steps.stop_step
     if nothing_is_left(run, steps):
         return
+    # The last of these is left first: data workers end while signals are still handled, and the line of history.jsonl
+    # that says how the run has ended comes last.
     with (
         recorded(run, steps, runtime.device.type, lambda: state.progress),
         Metrics(
@@ -64,30 +67,43 @@ def train(
         Monitor(runtime.device) as monitor,
         run.stop.handled(lambda: run.how_to_resume),
         compiling(saver, metrics) as mark_compiled,
+        # If only the evaluation of the last step is missing, there is no batch to open.
         closing(open_batches(first, max(first, end))) as batches,
     ):
         loop = StepLoop(saver, steps, metrics, monitor, deadline_of(state, steps, run))
         callbacks = Callbacks(loop)
         callbacks.begin()
-        with callbacks.running():
+        with callbacks.running():  # However the loop ends, the last completed step is saved.
+            # Step number `step`, counted from 0 over the whole run, is made with the noise, the data and the learning
+            # rate of that number. So a resumed run makes the steps that an uninterrupted one would have made.
             for step in range(first, end):
+                # The clock or early stopping may end the run before the step that was expected at its start.
                 if callbacks.is_over:
                     break
+                # A first signal ends this wait at once, as the batch may never arrive. Anywhere else it is a flag that
+                # is read after the step, so that no step is left half made.
                 with run.stop.interruptible_wait(), timed_part("first batch") if step == first else nullcontext():
                     loaded = metrics.next(batches)
                 if step == first:
                     log_start_until("the first step")
+                    # Discriminators may join after thousands of steps. What does not fit then is found out now.
                     dry_run_later_peak(state, loaded, step, check)
                 with check.watching(step):  # It measures the memory of one early step.
+                    # The noise is drawn for the whole batch before it is split into micro-batches.
                     batch = prepare(recipe, loaded, step)
-                    state.rank_group.reseed(steps.schedule.seed, step)
+                    state.rank_group.reseed(steps.schedule.seed, step)  # Dropout differs from rank to rank.
                     scalars = update(state, batch, step, loop.steps.learning_rate(step))
                 recipe.average(step)  # The moving average of the weights, once every phase has stepped.
+                # From here on the step counts: weights, their average and the progress belong together again, and may
+                # be saved. An error between the first optimizer's step and this line costs the step.
                 state.progress = loop.steps.progress_at(step + 1, state.progress)
                 state.is_consistent = True
+                # The first step has compiled, and has shown that the configuration works: config.yaml may be written.
                 if step == first:
                     mark_compiled()
                     run.has_started()
+                # The scalars stay on the device. Reading them here would make the host wait in every step; they are
+                # read together, once every log_every_steps.
                 metrics.add(scalars, recipe.size(batch), recipe.flops(batch, step))
                 callbacks.after_step()
 
@@ -95,6 +111,7 @@ def train(
 def nothing_is_left(run: Run, steps: StepSchedule) -> bool:
     """Returns True, and says so, if a resumed run has no step to make and none to evaluate."""
     end = steps.stop_step
+    # Early stopping is part of the progress: without this, a job that is started again and again would go on each time.
     if run.saving.ends_early(steps.start):
         log.info("nothing is left to do: the run has ended early; a higher --early-stopping-patience goes on")
         return True
@@ -140,11 +157,14 @@ class Callbacks:
         """Call everything that is due after the last completed step."""
         loop, step = self.loop, self.loop.state.progress.step
         end = StepEnd(step, reports_due(loop.steps, loop.run.saving, step))
+        # First all decisions, on the leader; then one exchange, after which all ranks know them; then what is done.
         for callback in self.deciding:
             if callback.due(end):
                 callback.run(end)
         self._agree(end)
-        loop.set_evaluation_due("eval" in end.reports)  # In a save that comes before it.
+        # A save that comes before the evaluation notes that it is due: a run that is killed in between makes it up.
+        loop.set_evaluation_due("eval" in end.reports)
+        # On a terminal the bar moves. A log file would show nothing until the first line of metrics.
         self.metrics_log.announce(end)
         for callback in self.acting:
             if callback.due(end):
@@ -158,13 +178,16 @@ class Callbacks:
         the clock and the requests; what it decided it tells here, and all act on it. One exchange for each step."""
         loop, run = self.loop, self.loop.run
         end.is_last = end.step == loop.steps.stop_step
+        # A rank that stopped alone would leave the others waiting for its gradients for ever.
         stops, end.save_is_due, end.lacks_time, is_requested = run.group.any_rank(
             bool(run.stop.requested), loop.saver.is_due(), end.lacks_time, end.requested_end > 0
         )
+        # On every rank, the next wait for a batch raises StopRequested, with everything saved by then.
         if stops:
             run.stop.agree()
         if is_requested:
             loop.cool_down(run.group.from_leader(lambda: end.requested_end), " as asked from gputrain watch")
+        # With --finish-by, being done in time goes before the reports: the checkpoint can be evaluated later.
         if end.lacks_time:
             log.info(
                 "step %d: there is no time for %s before the end",
@@ -173,8 +196,10 @@ class Callbacks:
             )
             end.reports = []
         end.names = kept_names(loop.steps, run.saving, loop.state.progress, "eval" in end.reports)
+        # The checkpoint at which a cool-down begins is kept: named, it goes on at the full learning rate.
         if (end.begins_cooldown or is_requested) and not end.is_last:
             end.names = list({*end.names, f"checkpoint_step_{end.step}.pt"})
+        # A run ends with figures and samples of its last weights, whatever the intervals are.
         if end.is_last:
             end.reports = last_reports(run.saving)
         end.stops = stops or end.is_last
@@ -186,6 +211,7 @@ class Callbacks:
         if progress.cooldown_end:
             log_cooldown(loop.steps, progress.step)
         eval_first = loop.run.starts_pretrained if saving.eval_first is None else saving.eval_first
+        # A model that was trained before is evaluated first: otherwise nobody could say whether training it on helped.
         if progress.step == 0 and saving.evaluates and eval_first:
             with timed_part("first evaluation"):
                 self.reports.evaluate_start()
@@ -198,6 +224,7 @@ class Callbacks:
         """Evaluate the step of the resumed checkpoint, and save it as it would have been saved."""
         loop = self.loop
         log.info("evaluating step %d, after which the run ended before its evaluation", end.step)
+        # The save below replaces the checkpoint, and must be the one that the undisturbed run would have written.
         self.reports.prepare_for_evaluation()
         loop.state.progress = loop.steps.progress_at(end.step, loop.state.progress)
         names = kept_names(loop.steps, loop.run.saving, loop.state.progress, evaluates=True)
@@ -215,6 +242,7 @@ class Callbacks:
 
 def deadline_of(state: TrainState, steps: StepSchedule, run: Run) -> Deadline:
     """Return the deadline of a run, with the size of its checkpoints."""
+    # Before the first save, its duration is estimated from the size of what is saved.
     deadline = Deadline.of(run.saving.max_time, steps.schedule.finish_by)
     if deadline.is_set:
         deadline.save_bytes = tensor_bytes(state.snapshot())
@@ -232,6 +260,7 @@ def dry_run_later_peak(state: TrainState, loaded: Any, first: int, check: Memory
     step = state.recipe.peak_memory_step(first)
     if step == first:
         return
+    # If it does not fit, the micro-batch is halved now, and not after hours.
     dry_run(state, loaded, step)
     if state.runtime.device.type == "cuda":
         check.step = step
@@ -243,11 +272,12 @@ def dry_run(state: TrainState, loaded: Any, step: int) -> None:
     """Compute the gradients of a later step that takes more memory, without stepping, so that what does not fit shows
     now. The optimizers allocate their state and change no weight."""
     recipe, device = state.recipe, state.runtime.device
-    random = random_state(device)
+    random = random_state(device)  # The first real step must draw the dropout that it would have drawn without this.
     batch = prepare(recipe, loaded, step)
     for group in recipe.step_groups:
         accumulate(state, group, batch, step)
         for phase in group.phases:
             allocate_optimizer_state(phase)
+        # The gradients of a later step are not those of this one, and must not reach the weights.
         drop_gradients(group)
     set_random_state(random, device)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from gputrain.engine import health
+from gputrain.engine.callbacks import metrics_log as health
 from gputrain.engine.callbacks.metrics_log import Health
 from gputrain.hw.plan import Hardware, Setting, decide
 from gputrain.hw.probe import Machine

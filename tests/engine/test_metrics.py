@@ -20,8 +20,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gputrain.engine import metrics as engine_metrics
-from gputrain.engine import run_folder
-from gputrain.engine import stop
+from gputrain.engine import run_folder, stop
 from gputrain.engine.callbacks.reports import log_evaluation
 from gputrain.engine.metrics import Bar, Metrics, TimeLeft
 from gputrain.samples import Report, SoundSample
