@@ -30,7 +30,7 @@ versions:  ## try the lowest and the newest dependencies with every Python at ha
 	$(PY) benchmarks/versions.py dist/*.whl
 
 docs:  ## write the tables of options and keys from the code
-	$(PY) -m gputrain.cli.reference
+	$(PY) -m tests.cli.options_page
 	$(PY) -m gputrain.vocoder.openvpi
 
 images:  ## make the pictures of docs/images again; needs tmux and Chromium

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from gputrain.cli import reference
 from gputrain.cli.app import app, command_line
 from gputrain.cli.options import settings_of
 from gputrain.config import assemble, leaves, to_yaml
@@ -18,6 +17,7 @@ from gputrain.hw.plan import PRECISION_SWITCHES
 from gputrain.tts import coqui
 from gputrain.tts.config import SPELLINGS, TrainTts
 from gputrain.vae.config import TrainVae
+from tests.cli import options_page
 from tests.command import gputrain_here
 from tests.tables import each_row
 
@@ -84,7 +84,7 @@ def parsed(line: str) -> tuple[str, object]:
         command = command.commands[names[-1]]
     context = command.make_context(" ".join(names), words)
     name = " ".join(names)
-    return name, settings_of(reference.commands(app)[name], context, dict(context.params))
+    return name, settings_of(options_page.commands(app)[name], context, dict(context.params))
 
 
 @pytest.fixture
@@ -209,11 +209,11 @@ def test_every_message_of_the_page_on_failures_is_the_programs() -> None:
 @each_row(*COMMANDS)
 def test_the_command_line_accepts_every_command_of_the_documents(folder: Path, line: str) -> None:
     name, settings = parsed(line)
-    assert type(settings) is reference.commands(app)[name]
+    assert type(settings) is options_page.commands(app)[name]
 
 
 def test_every_command_is_run_by_a_test_or_a_script() -> None:
-    assert RUN_BY.keys() == reference.commands(app).keys()
+    assert RUN_BY.keys() == options_page.commands(app).keys()
     for name, place in RUN_BY.items():
         path, _, function = place.partition("::")
         text = (ROOT / path).read_text(encoding="utf-8")
@@ -224,11 +224,11 @@ def test_every_command_is_run_by_a_test_or_a_script() -> None:
 
 
 def test_option_tables_are_current() -> None:
-    assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run `make docs`"
+    assert options_page.PAGE.read_text(encoding="utf-8") == options_page.page(), "run `make docs`"
 
 
 def test_every_flag_in_readme_and_scripts_exists() -> None:
-    options = [leaf for settings in reference.commands(app).values() for leaf in leaves(settings).values()]
+    options = [leaf for settings in options_page.commands(app).values() for leaf in leaves(settings).values()]
     known = {flag for leaf in options if leaf.level != "file" for flag in leaf.flags}
     known |= {f"--{name.replace('_', '-')}" for name in PRECISION_SWITCHES}
     known |= {"--help", "--help-all", "--config", "--version", "--torch"}  # The last one is of setup.sh.

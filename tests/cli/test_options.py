@@ -19,7 +19,6 @@ import typer
 from typer.testing import CliRunner
 
 from gputrain import config
-from gputrain.cli import reference
 from gputrain.cli.app import app, command_line
 from gputrain.cli.help_page import names
 from gputrain.cli.options import command
@@ -29,6 +28,7 @@ from gputrain.errors import UserError
 from gputrain.vae.config import TrainVae
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.openvpi import PROFILES, translate
+from tests.cli import options_page
 from tests.command import gputrain, gputrain_here
 from tests.tables import each_row
 from tests.waiting import HANG_SECONDS
@@ -91,7 +91,7 @@ COMMON_OPTIONS = 40  # At most on each page of --help, --help itself included.
 def test_help_has_at_most_forty_options_each_in_one_line_of_80_columns():
     """--help-all has every flag and every key, and no range with an exponent."""
     with mock.patch.dict(os.environ, {"COLUMNS": "80"}):
-        for name, settings in reference.commands(app).items():
+        for name, settings in options_page.commands(app).items():
             known = leaves(settings).values()
             page = gputrain_here(*name.split(), "--help").stdout
             whole = " ".join(gputrain_here(*name.split(), "--help-all").stdout.split())
@@ -123,8 +123,11 @@ def test_help_has_at_most_forty_options_each_in_one_line_of_80_columns():
         "write `fmax: 8000` into a file",
     ),
     ("train-vae", ["--permanent_start", "5"], "permanent_start is a key", "`permanent_start: 5`"),
+    ("train-vae", ["--eq_weight", "0.5"], "there is no option eq_weight any more", "leave it out"),
+    ("train-tts", ["--no-use-mrd"], "there is no option use_mrd any more", "HiFi-GAN's discriminators"),
+    ("train-asr", ["--log-freq", "5"], "log_freq has another name", "it is log_every_steps"),
 )
-def test_a_flag_that_is_a_key_of_a_file_is_refused_with_the_line_to_write(typed, command_name, words, message, hint):
+def test_a_flag_that_is_a_key_of_a_file_or_gone_is_refused_with_what_to_do(typed, command_name, words, message, hint):
     code, printed = typed(command_name, "--data-path", ".", *words)
     assert code == 2
     assert message in printed

@@ -1,4 +1,4 @@
-"""Writes docs/options.md from the configuration: `python -m gputrain.cli.reference`."""
+"""Writes docs/options.md from the configuration: `python -m tests.cli.options_page`."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
