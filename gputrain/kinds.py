@@ -79,7 +79,7 @@ EXCLUDE_HELP = "Pattern of files to leave out: '*_mask.png'. Or of folders: mask
 class DataWork(NamedTuple):
     """The work of a command on data for a kind of model."""
 
-    run: Callable[..., Any]  # Takes folders, config, num_workers, progress and, if given, exclude.
+    run: Callable[..., Any]  # Takes folders, config, num_workers, progress and exclude.
     config: object
     figures: Callable[..., dict[str, object]]  # Returns what is shown of the report.
     # Of a preparation: takes the prepared folder and a number of processes, and returns what validation finds in it.

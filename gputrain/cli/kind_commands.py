@@ -61,7 +61,7 @@ def prepare(settings: PrepareSettings) -> None:
         with ui.TerminalBar("preparing") as bar:
             report = work.run(
                 source.folder, output_dir, work.config, num_workers=settings.processes, progress=bar.update,
-                **excluded(settings),
+                exclude=settings.exclude,
             )  # fmt: skip
     except UserError:
         if source.unpacked:
@@ -79,18 +79,13 @@ def prepare(settings: PrepareSettings) -> None:
         ui.out.print(f"{'Next:' if words[0] == 'plan' else '     '} {escape(line)}", soft_wrap=True)
 
 
-def excluded(settings: DataSettings) -> dict[str, Any]:
-    """Returns the argument of patterns, which only kinds have that name the option."""
-    return {"exclude": settings.exclude} if settings.exclude else {}
-
-
 def validate(settings: ValidateSettings) -> None:
     work = work_of(settings, "validate")
     _check_report(settings.output_file)
     source = source_of(settings)
     with ui.TerminalBar("validating") as bar:
         report = work.run(
-            source.folder, work.config, num_workers=settings.processes, progress=bar.update, **excluded(settings)
+            source.folder, work.config, num_workers=settings.processes, progress=bar.update, exclude=settings.exclude
         )
     report = source.complete(report)
     _show(report.input_dir, work, report, settings.output_file)
