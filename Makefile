@@ -31,7 +31,7 @@ versions:  ## try the lowest and the newest dependencies with every Python at ha
 
 docs:  ## write the tables of options and keys from the code
 	$(PY) -m tests.cli.options_page
-	$(PY) -m gputrain.vocoder.openvpi
+	$(PY) -m tests.vocoder.keys_page
 
 images:  ## make the pictures of docs/images again; needs tmux and Chromium
 	$(PY) docs/images/make.py

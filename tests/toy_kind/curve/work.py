@@ -43,7 +43,7 @@ class CurveWork(KindWork[TrainCurve]):
         return {**super().fallbacks(settings, budget, found), f"--width {narrow.model.width}": narrow}
 
     def planned(self, settings: PlanCurve) -> PlannedTraining:
-        return PlannedTraining(self, [(settings, {"width": settings.model.width})], None)
+        return PlannedTraining(self, settings, {"width": settings.model.width}, None)
 
     def synthetic(self, settings: TrainCurve, **options: Any) -> SyntheticWork:
         items, draws = settings.schedule.global_batch_size, torch.Generator().manual_seed(0)
