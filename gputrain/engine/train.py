@@ -3,6 +3,10 @@
 A model brings a Recipe (recipe.py): groups of phases, one phase for each optimizer. `update()` makes one optimizer step
 of every phase on one batch, in as many micro-batches as memory requires (step.py); `train()` repeats it, and logs,
 samples, evaluates, saves and stops between the steps (callbacks/).
+
+Step number `step`, counted from 0 over the whole run, is made with the noise, the data and the learning rate of that
+number, so that a resumed run makes the steps that an uninterrupted one would have made. The host waits for the device
+only where it must: the scalars of the steps stay there, and are read together once every `log_every_steps`.
 """
 
 import logging
@@ -49,7 +53,6 @@ def train(
     state = TrainState.begin(recipe, steps.schedule, runtime, run)  # The weights, at the checkpoint if one is resumed.
     replay_gradients_if_planned(state)
     saver = Saver(state, run)
-    # The second step is measured: in the first, cuDNN and the compiler take memory to search for the best kernels.
     check = MemoryCheck(saver, steps.start.step + 1)
     saver.write_plan()  # Before the first step, so that a run that fails in it leaves behind what was planned.
     warn_of_surprises(state, run, steps)
@@ -67,21 +70,16 @@ def train(
         Monitor(runtime.device) as monitor,
         run.stop.handled(lambda: run.how_to_resume),
         compiling(saver, metrics) as mark_compiled,
-        # If only the evaluation of the last step is missing, there is no batch to open.
         closing(open_batches(first, max(first, end))) as batches,
     ):
         loop = StepLoop(saver, steps, metrics, monitor, deadline_of(state, steps, run))
         callbacks = Callbacks(loop)
         callbacks.begin()
         with callbacks.running():  # However the loop ends, the last completed step is saved.
-            # Step number `step`, counted from 0 over the whole run, is made with the noise, the data and the learning
-            # rate of that number. So a resumed run makes the steps that an uninterrupted one would have made.
             for step in range(first, end):
-                # The clock or early stopping may end the run before the step that was expected at its start.
                 if callbacks.is_over:
                     break
-                # A first signal ends this wait at once, as the batch may never arrive. Anywhere else it is a flag that
-                # is read after the step, so that no step is left half made.
+                # A signal ends this wait at once, as the batch may never arrive; elsewhere it is heeded after the step.
                 with run.stop.interruptible_wait(), timed_part("first batch") if step == first else nullcontext():
                     loaded = metrics.next(batches)
                 if step == first:
@@ -94,16 +92,12 @@ def train(
                     state.rank_group.reseed(steps.schedule.seed, step)  # Dropout differs from rank to rank.
                     scalars = update(state, batch, step, loop.steps.learning_rate(step))
                 recipe.average(step)  # The moving average of the weights, once every phase has stepped.
-                # From here on the step counts: weights, their average and the progress belong together again, and may
-                # be saved. An error between the first optimizer's step and this line costs the step.
+                # From here on the step may be saved: weights, their average and the progress belong together again.
                 state.progress = loop.steps.progress_at(step + 1, state.progress)
                 state.is_consistent = True
-                # The first step has compiled, and has shown that the configuration works: config.yaml may be written.
                 if step == first:
                     mark_compiled()
-                    run.has_started()
-                # The scalars stay on the device. Reading them here would make the host wait in every step; they are
-                # read together, once every log_every_steps.
+                    run.has_started()  # It writes config.yaml, which has shown that it works.
                 metrics.add(scalars, recipe.size(batch), recipe.flops(batch, step))
                 callbacks.after_step()
 
