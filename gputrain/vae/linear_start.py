@@ -14,11 +14,10 @@ How the weights carry a linear signal c past the norms and activations:
 Shapes: B items, S signals, H x W pixels, h x w latent positions.
 """
 
-import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -334,17 +333,6 @@ def _set_constants(conv: nn.Conv2d, pairs: Pairs) -> None:
 # ------------------------------------------------------------------------------------------------------ start
 
 
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Has torch use one thread: small convolutions take longer with several, above all on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def fit_code(pictures: Sequence[Picture], architecture: VaeArchitecture, seed: int) -> LinearCode:
     """Returns a code for these pictures and an architecture that has a place for one."""
     began = time.perf_counter()
@@ -355,8 +343,12 @@ def fit_code(pictures: Sequence[Picture], architecture: VaeArchitecture, seed: i
     images = torch.stack([crops[Sample(0, index)] for index in range(count)])
     tiles_BCHW = images.unfold(2, tile, tile).unfold(3, tile, tile).permute(0, 2, 3, 1, 4, 5).flatten(0, 2)
     code = LinearCode(signals_of(architecture), architecture.in_channels)
-    with one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # Small convolutions take longer with several, above all on a busy machine.
+    try:
         error = code.fit(to_unit(tiles_BCHW), seed)
+    finally:
+        torch.set_num_threads(threads)
     log.info(
         "start: a linear code of the pictures, %.1f dB (fitted to %s in %.0f s)",
         20 * math.log10(2 / error), counted(len(chosen), "picture"), time.perf_counter() - began,
