@@ -37,13 +37,10 @@ def test_from_recordings_to_a_checked_store(recordings, tmp_path):
     assert json.loads(report.read_text())["vocabulary"][:4] == ["<pad>", "<unk>", "|", "'"]
     done = gputrain_here("validate", *words, "--input-dir", store)
     assert done.returncode == 0, done.stderr
-    assert "suspicious        1 digits, 1 mixed scripts, 1 annotation\n" in done.stdout
+    assert "note: 1 text has what may be no speech, such as '[laughs] it is late'" in done.stderr
     assert "memory" not in done.stdout
-    assert "mixed scripts: 2.wav: 2 Latin letters in 'первoe'" in done.stderr
+    assert "letters of other scripts than Latin, which may only look alike: е в о п р (Cyrillic)" in done.stderr
     content = json.loads(report.read_text())
-    assert [(one["path"], one["reason"]) for one in content["suspicious"]] == [
-        ("1.wav", "digits"), ("2.wav", "mixed scripts"), ("6.wav", "annotation")
-    ]  # fmt: skip
     assert content["speakers"]["ann"]["clips"] == 3
     assert SpeechStore.open(store).format.kind == "asr"
     done = gputrain_here("train-tts", "--data-path", store, "--output-dir", tmp_path / "run")
