@@ -5,7 +5,7 @@ usage: python benchmarks/vits_vs_piper.py [--peer FOLDER] [--preset high medium]
 FOLDER is a checkout of https://github.com/OHF-Voice/piper1-gpl; default: the installed piper-tts 1.8,
 whose wheel contains the same training code. Both sides train equal sizes on the same synthetic clips from equal
 weights, on the CPU in fp32. On a GPU (`--device cuda`) the peer runs as its trainer does, in fp32 with TF32, and in
-Lightning's bf16-mixed; ours in fp32 with TF32, and in bf16, compiled. Rows are new processes, in
+Lightning's bf16-mixed; ours in fp32 with TF32, and in bf16, compiled and with CUDA graphs. Rows are new processes, in
 turn: peer, ours, peer, ours, ...; a side's results are medians over its rows. The peer runs its own training_step
 (vits_peer.py); ours is `StepBench`, everything between loading and logging. Beside the measured time stands the one
 that the planner predicts from the shapes of a step's operators; the peer's few functions that torch.jit has fused on a
@@ -57,7 +57,7 @@ SIDES = {"cpu": ("peer", "ours"), "cuda": ("peer", "peer-bf16", "ours", "ours-co
 OURS: dict[tuple[str, str], Settings] = {
     ("cpu", "ours"): step_bench.PLAIN,
     ("cuda", "ours"): {**step_bench.PLAIN, "precision": "tf32"},
-    ("cuda", "ours-compiled"): {"precision": "bf16", "use_torch_compile": True},
+    ("cuda", "ours-compiled"): {"precision": "bf16", "use_torch_compile": True, "use_cuda_graphs": True},
 }  # fmt: skip
 MOST_CHECKED = 2  # Clips that the check takes where a GPU has large batches.
 NUM_SYMBOLS = 256  # Piper's

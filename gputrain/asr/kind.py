@@ -24,15 +24,7 @@ from gputrain.asr.config import (
 )
 from gputrain.audio.config import ClipEvaluation
 from gputrain.formatting import counted
-from gputrain.planner.kind_work import (
-    GRAPHLESS_BECAUSE,
-    NO_DATA,
-    SWITCHES,
-    KindWork,
-    PlannedTraining,
-    StepTraits,
-    SyntheticWork,
-)
+from gputrain.planner.kind_work import NO_DATA, SWITCHES, KindWork, PlannedTraining, StepTraits, SyntheticWork
 from gputrain.speech.config import STRIDE
 from gputrain.speech.data_commands import PREPARED_SPEECH, prepare_command, validate_command, write_demo_speech
 
@@ -88,6 +80,7 @@ def transcribe(settings: Transcribe, output: kinds.CommandOutput) -> None:
 # --------------------------------------------------------------------------------- planning, benchmarks and training
 
 EAGER_BECAUSE = "clips differ in length, and compiled layers of any length were not measured; ask for it to try"
+GRAPHLESS_BECAUSE = "shapes change from step to step, and a graph has one"
 
 
 class AsrWork(KindWork[TrainAsr]):

@@ -157,7 +157,6 @@ class PlannedTraining(NamedTuple):
 COUNTED_HELP = "Data whose items are counted. Hours are predicted by them; not needed."
 # The default is what reaches its first step within a minute, and has been run on a GPU.
 SLOW_TO_COMPILE = "its many layers take minutes to compile, and no compiled step was timed yet; ask for it to try"
-GRAPHLESS_BECAUSE = "shapes change from step to step, and a graph has one"
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from gputrain.engine.data import Sample
 from gputrain.errors import UserError
 from gputrain.hw.ranks import SINGLE, Ranks
 from gputrain.speech.config import ENCODER_RATE, POLICIES, STRIDE, SpeechData, SpeechKind, encoder_frames
-from gputrain.speech.packing import Integers, cut, shuffled_by_length
+from gputrain.speech.packing import Integers, cut, random_words, shape_borders, shuffled_by_length
 from gputrain.speech.store import SpeechClip, SpeechStore, frame_count, joined
 
 log = logging.getLogger(__name__)
@@ -179,6 +179,10 @@ class Buckets:
     and `stretch`, and cuts at the same indices: the n-th product is at most `stretch` times the n-th length. Of a few
     hundred clips most stay grouped together, as the padding limit allows no other grouping; only the order of buckets
     changes.
+
+    With `shapes`, buckets have at most so many shapes, for CUDA graphs, and a smaller one with what is left of the
+    shortest clips. Those of a shape have equally many clips, padded to the longest of all, and an epoch regroups them
+    freely; `max_padding` has no effect.
     """
 
     store: SpeechStore
@@ -190,6 +194,7 @@ class Buckets:
     max_padding: float = MAX_PADDING
     ranks: Ranks = SINGLE  # Each rank reads its part of every bucket.
     mixture: Mixture | None = None  # Weights of the folders that the clips come from; None: every clip once.
+    shapes: int = 0  # The most shapes that buckets have; 0: any.
 
     def __len__(self) -> int:
         return len(self.ends_K)
@@ -202,11 +207,12 @@ class Buckets:
         any number of workers reads them.
         """
         members_A = self.members(sample)
+        room = self.room_K[sample.item] if self.shapes else None
         if self.ranks.count == 1:
-            return self.collated(members_A)
+            return self.collated(members_A, room)
         part = self.ranks.rows(len(members_A))
         read = part if part.stop > part.start else slice(0, 1)  # One clip fills the place of none.
-        return self.collated(members_A[read])._replace(
+        return self.collated(members_A[read], room)._replace(
             all_symbols_A=torch.from_numpy(self.symbols_N[members_A]),
             all_frames_A=torch.from_numpy(self.frames_N[members_A]),
             range_2=torch.tensor([part.start, part.stop]),
@@ -225,6 +231,9 @@ class Buckets:
         if epoch not in self._orders:
             items_M = np.arange(len(self.clips)) if self.mixture is None else self.mixture.items
             places_M = shuffled_by_length(self.frames_N[items_M], self.stretch, self.seed, epoch)
+            if self.shapes:  # Within a shape, where all clips are padded to one length, they are shuffled freely.
+                shape_M = np.searchsorted(self.borders_C, np.arange(len(places_M)), side="right")
+                places_M = places_M[np.lexsort((random_words(self.seed, epoch, len(places_M)), shape_M))]
             while len(self._orders) >= KEPT_ORDERS:
                 self._orders.pop(next(iter(self._orders)))
             self._orders[epoch] = items_M[places_M]
@@ -234,16 +243,17 @@ class Buckets:
     def _orders(self) -> dict[int, Integers]:
         return {}
 
-    def collated(self, members_B: Sequence[int] | Integers) -> ClipBatch:
-        """Collates clips, given by their indices in the list, into a batch, padded to the longest; also used for
-        held-out clips."""
+    def collated(self, members_B: Sequence[int] | Integers, room: ClipSize | None = None) -> ClipBatch:
+        """Collates clips, given by their indices in the list, into a batch; also used for held-out clips. They are
+        padded to the longest, or to a larger `room` of a clip."""
         clips = [self.clips[member] for member in members_B]
         waves = [self.store.wave(clip) for clip in clips]
         reader = self.store.format.frontend
         ids = [reader.ids(clip.normalized) for clip in clips]
         frames = [frame_count(len(wave_T), self.hop_size) for wave_T in waves]
-        ids_BS = np.zeros((len(clips), max(map(len, ids))), dtype=np.int64)
-        wave_BT = np.zeros((len(clips), max(frames) * self.hop_size), dtype=np.int16)
+        room = room or ClipSize(max(frames), max(map(len, ids)))
+        ids_BS = np.zeros((len(clips), room.symbols), dtype=np.int64)
+        wave_BT = np.zeros((len(clips), room.frames * self.hop_size), dtype=np.int16)
         for row, wave_T in enumerate(waves):
             ids_BS[row, : len(ids[row])] = ids[row]
             wave_BT[row, : len(wave_T)] = wave_T
@@ -279,7 +289,7 @@ class Buckets:
     @cached_property
     def stretch(self) -> float:
         """The largest factor of a length in an epoch's order. It uses the padding that the buckets leave."""
-        return max(1.0, (1 - self.padding) / (1 - self.max_padding))
+        return 1.0 if self.shapes else max(1.0, (1 - self.padding) / (1 - self.max_padding))
 
     @property
     def item_bytes(self) -> int:
@@ -302,21 +312,45 @@ class Buckets:
     @cached_property
     def ends_K(self) -> Integers:
         """Cumulative number of clips up to the end of each bucket."""
+        if self.shapes:
+            begins_C = np.concatenate([[0], self.borders_C[:-1]])
+            counts_C = [self._count(end) for end in self.borders_C]
+            ends = [
+                np.arange(*range_of) for range_of in zip(self.borders_C, begins_C, -np.array(counts_C), strict=True)
+            ]
+            return np.sort(np.concatenate(ends))
         limit = max(1, math.floor(self.batch_frames * (1 - self.max_padding))) if self.batch_frames else 0
         return cut(self.longest_M, self.batch_size, limit, (1 - SHUFFLED) * self.max_padding)
 
     @cached_property
+    def borders_C(self) -> Integers:
+        """Cumulative number of clips up to the end of each shape."""
+        return shape_borders(self.longest_M, self.shapes, self._count)
+
+    def _count(self, end: int) -> int:
+        """Returns the clips of a bucket whose longest is the one before `end`."""
+        most = int(self.batch_frames) // int(self.longest_M[end - 1]) if self.batch_frames else self.batch_size
+        return max(1, min(self.batch_size, most))
+
+    @cached_property
     def padded_K(self) -> Integers:
         """The frames that the clips of each bucket are padded to, without those that regrouping adds."""
-        return self.longest_M[self.ends_K - 1]
+        if not self.shapes:
+            return self.longest_M[self.ends_K - 1]
+        return self.longest_M[self.borders_C[np.searchsorted(self.borders_C, self.ends_K)] - 1]
+
+    @cached_property
+    def room_K(self) -> list[ClipSize]:
+        """The size that the clips of each bucket are padded to, if they have `shapes`."""
+        return [ClipSize(int(frames), int(self.symbols_N[self.frames_N <= frames].max())) for frames in self.padded_K]
 
 
-def buckets_of(speech: Speech, data: SpeechData, hop_size: int, batch_size: int, seed: int) -> Buckets:
+def buckets_of(speech: Speech, data: SpeechData, hop_size: int, batch_size: int, seed: int, shapes: int = 0) -> Buckets:
     """Returns the training clips in buckets that contain about the same amount of audio."""
     mixture = speech.split.mixture()
     clips = Buckets(
         speech.store, speech.parts.train, hop_size, batch_size, seed, max_padding=data.max_padding,
-        mixture=None if mixture.is_plain else mixture,
+        mixture=None if mixture.is_plain else mixture, shapes=shapes,
     )  # fmt: skip
     frames = data.max_batch_audio_ratio * batch_size * float(np.mean(clips.longest_M))
     return replace(clips, batch_frames=math.ceil(frames))

@@ -13,6 +13,7 @@ from torch import nn
 from gputrain.audio.discriminators import vits_discriminators
 from gputrain.engine.run_folder import Run
 from gputrain.engine.stop import format_duration
+from gputrain.hw.plan import MOST_GRAPHED_SHAPES
 from gputrain.hw.ranks import Ranks
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.kind_work import TrainingStart
@@ -61,8 +62,15 @@ def open_training_speech(settings: TrainTts) -> Speech:
 
 def fill_buckets(settings: TrainTts, speech: Speech) -> Buckets:
     """Returns buckets that contain about the same amount of audio."""
-    schedule = settings.schedule
-    return buckets_of(speech, settings.data, HOP_SIZE, schedule.batch_size, schedule.seed)
+    schedule, shapes = settings.schedule, bucket_shapes(settings)
+    return buckets_of(speech, settings.data, HOP_SIZE, schedule.batch_size, schedule.seed, shapes=shapes)
+
+
+def bucket_shapes(settings: TrainTts) -> int:
+    """Returns the most shapes that buckets have; 0: any. Those that CUDA graphs may hold have few, whether the plan has
+    graphs in the end or not."""
+    captured = settings.hardware.use_cuda_graphs and settings.schedule.accumulation_steps == 1
+    return MOST_GRAPHED_SHAPES if captured and not settings.model.gradient_checkpointing else 0
 
 
 @dataclass

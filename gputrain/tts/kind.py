@@ -13,15 +13,7 @@ from typing import TYPE_CHECKING, Any
 from gputrain import kinds
 from gputrain.audio.config import ClipEvaluation
 from gputrain.formatting import counted
-from gputrain.planner.kind_work import (
-    GRAPHLESS_BECAUSE,
-    NO_DATA,
-    SLOW_TO_COMPILE,
-    KindWork,
-    PlannedTraining,
-    StepTraits,
-    SyntheticWork,
-)
+from gputrain.planner.kind_work import NO_DATA, SLOW_TO_COMPILE, KindWork, PlannedTraining, StepTraits, SyntheticWork
 from gputrain.speech.config import HOP_SIZE
 from gputrain.speech.data_commands import PREPARED_SPEECH, RATE_HZ, prepare_command, validate_command, write_demo_speech
 from gputrain.tts import coqui
@@ -91,9 +83,7 @@ class TtsWork(KindWork[TrainTts]):
     """The work of planning, measuring and training a voice. Its sizes are a SpeechSize."""
 
     kind, item = "tts", "clip"
-    traits = StepTraits(
-        fixed_shapes=False, generator_is_1d=True, eager_because=SLOW_TO_COMPILE, graphless_because=GRAPHLESS_BECAUSE
-    )
+    traits = StepTraits(fixed_shapes=False, generator_is_1d=True, eager_because=SLOW_TO_COMPILE)
 
     def open_data(self, settings: TrainTts) -> TtsTraining:
         from gputrain.tts.data import TtsTraining

@@ -7,6 +7,7 @@ segment, M mel bands; 1 and 2 so many channels.
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,18 +43,28 @@ class VoiceBatch:
     noise_BCT: Tensor  # noise of the latents
     duration_noise_B2S: Tensor
     places_B: Tensor  # positions of the segments, uniform in [0, 1)
-    # symbols_B and frames_B as host integers, to avoid device syncs
+    # symbols_B and frames_B as host integers, to avoid device syncs; the padded sizes if steps are CUDA graphs, for
+    # which they are the same in every batch of a shape
     symbols: tuple[int, ...]
     frames: tuple[int, ...]
-    # Sums over the global batch, whatever part of it this is: the divisors of the losses.
-    global_frames: float
-    global_symbols: float
+    # Sums over the global batch, whatever part of it this is: the divisors of the losses. The first two are tensors ()
+    # on the device, because a CUDA graph would keep a number that differs from step to step.
+    global_frames: Tensor
+    global_symbols: Tensor
     global_clips: float
-    prior_weight: float  # weight of the prior of alignments at this step
+    prior_weight: Tensor  # weight of the prior of alignments at this step, ()
 
     @property
     def padded_frames(self) -> int:
         return len(self.frames) * max(self.frames)
+
+    def padded(self, symbols: int, frames: int, hop_size: int) -> "VoiceBatch":
+        """Returns all items with zeros up to so many symbols and frames, which no part loses."""
+        sizes = {"ids_BS": symbols, "duration_noise_B2S": symbols, "spectrogram_BNT": frames, "noise_BCT": frames}
+        sizes["wave_B1L"] = frames * hop_size
+        tensors: dict[str, Any] = {name: fit_length(getattr(self, name), size) for name, size in sizes.items()}
+        clips = len(self.frames)
+        return replace(self, **tensors, symbols=(symbols,) * clips, frames=(frames,) * clips)
 
     def part(self, first: int, stop: int) -> "VoiceBatch":
         """Returns items `first` to `stop` - 1, with the padding cropped to the longest of them."""
@@ -120,7 +131,10 @@ class VoiceRecipe(BucketRecipe):
             dtype=runtime.dtype,
             without_autocast=self.voice.computing_in_fp32(),
         )
-        self.step_groups = [StepGroup((generator, discriminator), self.loss, weights_once)]
+        # A graph holds one bucket of clips; layers that run again repeat their dropout, which no graph can.
+        captured = schedule.accumulation_steps == 1 and not settings.model.gradient_checkpointing
+        graph_key = self._has_alignment_prior if captured else None
+        self.step_groups = [StepGroup((generator, discriminator), self.loss, weights_once, graph_key)]
         self._compile()
 
     def _build_voice(self) -> Voice:
@@ -161,7 +175,10 @@ class VoiceRecipe(BucketRecipe):
         noise_BCT = draws.normal(self.architecture.latent_channels, max(clips.frames), dtype=self.dtype)
         duration_noise_B2S = draws.normal(2, max(clips.symbols), dtype=self.dtype)
 
-        return VoiceBatch(
+        def on_device(number: float, dtype: torch.dtype = self.dtype) -> Tensor:
+            return torch.full((), number, dtype=dtype, device=device)
+
+        batch = VoiceBatch(
             ids_BS=bucket.ids_BS[:, : max(symbols)],
             symbols_B=bucket.symbols_B,
             spectrogram_BNT=magnitudes(wave_BL, self.mel)[:, :, : max(frames)],
@@ -173,11 +190,14 @@ class VoiceRecipe(BucketRecipe):
             places_B=draws.uniform(),
             symbols=symbols,
             frames=frames,
-            global_frames=clips.global_frames,
-            global_symbols=clips.global_symbols,
+            global_frames=on_device(clips.global_frames),
+            global_symbols=on_device(clips.global_symbols),
             global_clips=clips.global_clips,
-            prior_weight=self._prior_weight(step),
+            prior_weight=on_device(self._prior_weight(step), torch.float64),
         )
+        if not (self.runtime.plan.cuda_graphs.value and self.step_groups[0].graph_key):
+            return batch
+        return batch.padded(bucket.ids_BS.shape[1], bucket.wave_BT.shape[1] // self.hop_size, self.hop_size)
 
     # ------------------------------------------------------------------------------------------------------ the step
 
@@ -202,7 +222,7 @@ class VoiceRecipe(BucketRecipe):
         # Prior: the flow maps latents to the space in which symbols have normal distributions. All frames of a clip
         # pass it, as the alignment needs whole sentences; only the decoder, which costs most, sees segments.
         prior_latent_BCT = voice.flow(latent_leaf, mask_B1T, speaker_leaf)
-        durations_BS = self._align(prior_latent_BCT, text_leaf, batch)
+        durations_BS = self._align(prior_latent_BCT, text_leaf, batch, step)
         # Divided by the frames of the global batch: a mean over frames that no split into micro-batches changes.
         divergence = self.divergence(prior_latent_BCT, log_scale_leaf, text_leaf, durations_BS, mask_B1T)
         divergence = divergence / batch.global_frames
@@ -224,7 +244,7 @@ class VoiceRecipe(BucketRecipe):
         if speaker_BG1 is not None and speaker_leaf is not None:
             yield chain_gradients((speaker_BG1, speaker_leaf))
 
-    def _align(self, prior_latent_BCT: Tensor, text: EncodedText, batch: VoiceBatch) -> Tensor:
+    def _align(self, prior_latent_BCT: Tensor, text: EncodedText, batch: VoiceBatch, step: int) -> Tensor:
         """Returns the frames of each symbol, BS, in the most likely monotonic alignment (section 2.2.1).
 
         There is no gradient: the best path is a discrete choice, and given the path the KL divergence alone teaches
@@ -232,7 +252,7 @@ class VoiceRecipe(BucketRecipe):
         """
         # The alignment is that of this step's weights: text, flow and durations learn together, and none is given.
         scores_BTS = alignment_scores(prior_latent_BCT, text.mean_BCS, text.log_scale_BCS)
-        if batch.prior_weight:
+        if self._has_alignment_prior(step):
             # A text encoder that knows nothing yet gives all symbols the same scores, and the best path is then
             # arbitrary. The prior prefers an even pace, so that it learns from alignments that are roughly right.
             frames, symbols = scores_BTS.shape[1:]
@@ -266,6 +286,11 @@ class VoiceRecipe(BucketRecipe):
     def _prior_weight(self, step: int) -> float:
         """Returns the weight of the alignment prior, which falls linearly to 0 in the first steps."""
         return max(0.0, 1 - step / self.settings.prior_steps) if self.settings.prior_steps else 0.0
+
+    def _has_alignment_prior(self, step: int) -> bool:
+        """Returns whether the step has the alignment prior. It decides with the shapes of a batch which kernels a step
+        has, and so it is the key of its CUDA graph."""
+        return self._prior_weight(step) > 0
 
 
 def divergence_from_prior(

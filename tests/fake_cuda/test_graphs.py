@@ -14,9 +14,10 @@ from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
 from tests.fake_cuda.device import UNAVAILABLE, fake_cuda
-from tests.fake_cuda.steps import LATE, vae, vocoder
+from tests.fake_cuda.steps import LATE, vae, vocoder, voice
 from tests.fake_cuda.tensors import Generator
 from tests.tables import slow
+from tests.tts.test_train import small_presets
 
 pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
 EAGER = Hardware(use_torch_compile=False)
@@ -67,6 +68,16 @@ def test_the_vae_has_two_graphs_that_share_a_pool():
         assert card.graphs.log == [*2 * [*SIDE, CAPTURE, "end of capture", "replay"], "replay", "replay"]
         assert not copies.made
         assert [key.group for key in state.gradients.graphs] == ["autoencoder", "discriminator"]
+
+
+@pytest.mark.slow
+def test_the_voice_has_a_graph_of_gradients():
+    """With dropout and the search for an alignment; no copy between device and host is in the capture."""
+    with fake_cuda() as card, small_presets():
+        state, copies = trained(card, voice(2), 5)
+        assert card.graphs.log == [*SIDE, CAPTURE, "end of capture", "replay", "replay"]
+        assert not copies.made
+        assert state.runtime.plan.cuda_graphs.value
 
 
 @pytest.mark.parametrize("reads", [slow("mean"), "cpu"])
