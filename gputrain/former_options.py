@@ -39,7 +39,7 @@ NOISE = "leave it out, and prepare changed copies of recordings beside the recor
 LIMIT = LeftOut(0.0, "leave it out: max_batch_audio_ratio limits the sound of a batch")
 DROPOUT = LeftOut(0.0, "leave it out: hidden_dropout and layer_drop regularise a recogniser")
 BEST = "leave it out: evaluations are in metrics.jsonl, and --checkpoint names the one to use"
-OPINION = "leave it out: --recogniser MODEL measures a voice"
+READS = "leave it out: evaluate --recogniser MODEL measures a trained voice"
 LEFT_OUT: Mapping[str, Mapping[str, LeftOut]] = {
     "": {
         "overwrite": LeftOut(False, "leave it out, and name a new folder: --output-dir NEW_FOLDER"),
@@ -69,8 +69,10 @@ LEFT_OUT: Mapping[str, Mapping[str, LeftOut]] = {
         "add_speaker": LeftOut("", "leave it out, and train with --init-from on data of all speakers"),
         "train_part": LeftOut("all", "leave it out: all parts are trained"),
         "step_order": ALTERNATING,
-        "mos_predictor": LeftOut(None, OPINION),
-        "mos_sampling_rate": LeftOut(0, OPINION),
+        "mos_predictor": LeftOut(None, READS),
+        "mos_sampling_rate": LeftOut(0, READS),
+        "recogniser": LeftOut(None, READS, False),
+        "check_with": LeftOut(None, READS, False),
     },
     "asr": {
         "batch_seconds": LIMIT,

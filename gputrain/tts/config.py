@@ -130,15 +130,8 @@ class TrainTts:
     model: Model = Model()
     losses: Losses = Losses()
     schedule: VoiceSchedule = VoiceSchedule()
-    evaluation: VoiceEvaluation = VoiceEvaluation()
     saving: SoundSaving = SoundSaving()
     hardware: Hardware = Hardware()
-
-    def __post_init__(self) -> None:
-        if self.evaluation.recogniser and not self.saving.evaluates:
-            raise UserError(
-                "recogniser has no effect: nothing is evaluated", hint="--evaluate-every-steps says how often"
-            )
 
     @property
     def prior_steps(self) -> int:

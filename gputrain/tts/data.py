@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,6 @@ from gputrain.audio.discriminators import vits_discriminators
 from gputrain.engine.run_folder import Run
 from gputrain.engine.stop import format_duration
 from gputrain.hw.plan import MOST_GRAPHED_SHAPES
-from gputrain.hw.ranks import Ranks
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.kind_work import TrainingStart
 from gputrain.session import log_start
@@ -24,7 +22,7 @@ from gputrain.speech.store import SpeechFormat
 from gputrain.speech.training import SpeechTraining, size_of_clip, speaking_rate, synthetic_bucket
 from gputrain.tts.architecture import VoiceArchitecture, voice_architecture
 from gputrain.tts.config import PlannedSpeech, TrainTts
-from gputrain.tts.evaluate import HeldOutClips, Recogniser, open_recogniser
+from gputrain.tts.evaluate import HeldOutClips
 from gputrain.tts.load import read_origin, start_from
 from gputrain.tts.model import Voice
 from gputrain.tts.pretrained_import import Origin
@@ -78,7 +76,6 @@ class TtsTraining(SpeechTraining[TrainTts]):
     """The speech of a voice's training."""
 
     fixed_facts = ("text", "sampling_rate", "hop_size", "speakers")
-    recogniser: Recogniser | None = None
     origin: Origin | None = None  # What the training begins with, until it begins.
 
     @classmethod
@@ -88,12 +85,7 @@ class TtsTraining(SpeechTraining[TrainTts]):
         format, buckets = speech.store.format, fill_buckets(settings, speech)
         symbols, speakers = len(format.frontend.symbols), len(format.speakers)
         size = SpeechSize(format.sampling_rate, symbols, speakers, buckets.largest_average)
-        # One process evaluates. It has the recogniser in its RAM, on the CPU, so that the plan of a GPU stays true.
-        recogniser, model = None, settings.evaluation.recogniser
-        if model and Ranks.launched(os.environ).leads:
-            recogniser = open_recogniser(model, format.front_end, format.sampling_rate, "cpu")
-            log.info("evaluations also use, on the CPU: %s", model)
-        return cls(speech, buckets, size, recogniser)
+        return cls(speech, buckets, size)
 
     def facts(self, run: Run) -> dict[str, Any]:
         format = self.speech.store.format
@@ -114,7 +106,7 @@ class TtsTraining(SpeechTraining[TrainTts]):
             )
 
     def recipe(self, settings: TrainTts, runtime: Runtime) -> VoiceRecipe:
-        held_out = HeldOutClips(self.speech, settings, self.recogniser)
+        held_out = HeldOutClips(self.speech, settings)
         return VoiceRecipe(settings, architecture_for(settings, self.sizes), self.sizes.clip, runtime, held_out)
 
     def begin(self, settings: TrainTts, run: Run, runtime: Runtime) -> TrainingStart[TrainTts]:

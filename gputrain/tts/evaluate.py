@@ -66,14 +66,10 @@ WITHIN_95 = 1.96  # standard errors
 Recogniser: TypeAlias = Callable[[Samples], str]  # Transcribes samples at the voice's rate to normalised text.
 
 
-class RecognitionFailed(UserError):
-    """A recogniser has no result for a sound."""
-
-
 def open_recogniser(model: str | Path | None, frontend: Frontend, rate_hz: int, device: str) -> Recogniser | None:
     """Loads the recogniser that reads what a voice speaks, if one is named. What it reads gets the voice's text rules.
 
-    It raises RecognitionFailed. Raises UserError if there is no such model.
+    It raises UserError where the model fails on a sound. Raises UserError if there is no such model.
     """
     if model is None:
         return None
@@ -85,9 +81,8 @@ def open_recogniser(model: str | Path | None, frontend: Frontend, rate_hz: int, 
             with torch.autocast("cpu", enabled=False):  # That of the voice is not the recogniser's.
                 return measures.plain(frontend.normalize(checker.read(wave_L, rate_hz)))
         except Exception as error:  # Whatever a user's model raises.
-            raise RecognitionFailed(
-                f"the recogniser failed on a sound: {first_line(error)}",
-                hint="name another recogniser",
+            raise UserError(
+                f"the recogniser failed on a sound: {first_line(error)}", hint="name another recogniser"
             ) from error
 
     return transcribe
@@ -182,7 +177,6 @@ def evaluate_clips(
     device: torch.device,
     *,
     recogniser: Recogniser | None = None,
-    recorded: dict[SpeechClip, str] | None = None,
     quick: bool = False,
     progress: Progress = no_progress,
 ) -> Evaluation:
@@ -190,12 +184,9 @@ def evaluate_clips(
 
     Each clip has its own fixed noise, and the global random state is unchanged. Only the voice computes on `device`,
     within the caller's autocast. `quick` leaves out speed and pitch, whose trackers take as long as everything else.
-    `recorded` keeps what the recogniser reads in recordings for the next evaluation. Waves are quantised to 16 bits, as
-    in a file, before they are compared.
+    Waves are quantised to 16 bits, as in a file, before they are compared.
     """
     tally, mel, done = _Tally(), voice.architecture.mel, 0
-    recorded = {} if recorded is None else recorded
-    known = len(recorded)
     progress(0, len(clips.clips))
     with eval_mode(voice):
         for number in range(len(clips)):
@@ -223,12 +214,10 @@ def evaluate_clips(
                 if recogniser is not None:
                     written = measures.plain(clip.normalized)
                     tally.add_read("", written, recogniser(speech.wave_L))
-                    if clip not in recorded:
-                        recorded[clip] = recogniser(real_L)
-                    tally.add_read("recorded_", written, recorded[clip])
+                    tally.add_read("recorded_", written, recogniser(real_L))
                 done += 1
                 progress(done, len(clips.clips))
-    if (unread := round(tally.sums["recorded_unread"])) > done / 2 and len(recorded) > known:
+    if (unread := round(tally.sums["recorded_unread"])) > done / 2:
         log.warning(
             "the recogniser wrote nothing for %d of %d recordings, so that cer and wer tell about it and not about the "
             "voice: name another one with --recogniser",
@@ -249,12 +238,10 @@ def _timed(voice: Voice, texts: list[Text], device: torch.device) -> tuple[list[
 class HeldOutClips:
     """Held-out clips of a training, sorted by fingerprint so that they come from many recordings."""
 
-    def __init__(self, speech: Speech, settings: TrainTts, recogniser: Recogniser | None = None) -> None:
+    def __init__(self, speech: Speech, settings: TrainTts) -> None:
         """Raises UserError where a test sentence has no symbol of the voice."""
         data, format = settings.data, speech.store.format
         self.store, self.batch_size = speech.store, data.eval_batch_size
-        self.recogniser = recogniser
-        self.recorded: dict[SpeechClip, str] = {}
         held_out = sorted(speech.parts.held_out, key=lambda clip: clip.fingerprint)
         reader, speakers, most = format.front_end, len(format.speakers), data.num_audio_samples
         self.clips = held_out[: data.eval_clips]
@@ -267,16 +254,9 @@ class HeldOutClips:
         return synthesise_samples(voice, self.texts, self.store, self.clips[0], device)
 
     def evaluate(self, voice: Voice, device: torch.device) -> Report:
-        """Runs `evaluate_clips` without pitch and speed. A recogniser that fails is left out from then on, with a
-        warning."""
+        """Runs `evaluate_clips` without pitch and speed."""
         clips = batch_clips(self.store, self.clips, voice.architecture.mel.hop_size, self.batch_size)
-        try:
-            found = evaluate_clips(voice, clips, device, recogniser=self.recogniser, recorded=self.recorded, quick=True)
-        except RecognitionFailed as failure:
-            log.warning("%s: cer and wer are not measured any more in this run", failure)
-            self.recogniser = None
-            return self.evaluate(voice, device)
-        return Report(scalars=found.scalars, headline=("cer",) if "cer" in found.scalars else ())
+        return Report(scalars=evaluate_clips(voice, clips, device, quick=True).scalars)
 
 
 def evaluate_voice(
