@@ -14,6 +14,7 @@ class LeftOut(NamedTuple):
     default: object
     instead: str
     changes_training: bool = True  # Otherwise runs with any value of it are resumed.
+    is_switch: bool = False  # True for a flag without a value whose default was None.
 
 
 # By kind of model; "" is of all kinds, and of commands without a kind.
@@ -59,7 +60,7 @@ LEFT_OUT: Mapping[str, Mapping[str, LeftOut]] = {
         "adversarial_loss": LeftOut("hinge", "leave it out: the adversarial loss is the hinge loss"),
         "adaptive_weight_limit": LeftOut(10.0, "leave it out, and set adversarial_weight"),
         "discriminator_norm": LeftOut("group", "leave it out: the discriminator has group norms"),
-        "data_in_memory": LeftOut(None, "leave it out: pictures that are prepared decode faster", False),
+        "data_in_memory": LeftOut(None, "leave it out: pictures that are prepared decode faster", False, True),
     },
     "vocoder": {"step_order": ALTERNATING},
     "tts": {

@@ -139,10 +139,10 @@ def _file_key(leaf: Leaf) -> inspect.Parameter:
 
 def _former_flags(settings: type) -> list[inspect.Parameter]:
     """Return hidden flags of former options, which say what to do now."""
-    known = {name for leaf in config.leaves(settings).values() for name in leaf.names}
+    known = {name: leaf for leaf in config.leaves(settings).values() for name in leaf.names}
     kind = "" if "kind" in known else getattr(settings, "kind", "")
-    gone = {name: isinstance(former.default, bool) for name, former in left_out(kind).items()}
-    gone |= dict.fromkeys(renamed(kind), False)
+    gone = {name: former.is_switch or isinstance(former.default, bool) for name, former in left_out(kind).items()}
+    gone |= {name: now in known and known[now].plain_type is bool for name, now in renamed(kind).items()}
     told = {name: explain_former(name, kind) or ("", "") for name in gone.keys() - known}
     return [_refused_flag(name, gone[name], message, hint) for name, (message, hint) in told.items()]
 

@@ -14,6 +14,7 @@ from typing import TypeAlias
 from gputrain.audio.prepare import RefusalReason
 from gputrain.data_in.preparation import RefusedItem
 from gputrain.errors import UserError
+from gputrain.formatting import counted
 from gputrain.speech.config import SpeechPrepareConfig, encoder_frames
 from gputrain.speech.store import Recording, SpeechClip, SpeechFormat, frame_count
 from gputrain.speech.text.frontend import RESERVED, Frontend, frontend, shortened
@@ -276,7 +277,10 @@ def vocabulary_findings(clips: Sequence[SpeechClip], counts: Mapping[str, int]) 
         named = [f"{symbol} ({counts[symbol]}: {shortened(word, 30)!r})" for symbol, word in words.items()]
         more = f" and {len(rare) - MOST_NAMED} more" if len(rare) > MOST_NAMED else ""
         yield f"symbols that occur less than {RARE} times, too rarely to be learnt: {', '.join(named)}{more}"
-    yield from script_findings(counts)
+    of_all = [*script_findings(counts)]
+    # Rules may have made one script of those of a text, as those of Uzbek do.
+    of_texts = [] if of_all else [found for clip in clips for found in script_findings(Counter(clip.text))]
+    yield from of_all or [f"{counted(len(of_texts), 'text has', 'texts have')} {found}" for found in of_texts[:1]]
     marks = [mark for mark in APOSTROPHES if mark in counts]
     # The standard Uzbek alphabet has two: ʻ is a part of letters, ʼ stands between them.
     if len(marks) > 1 and {*marks} != {"ʻ", "ʼ"}:

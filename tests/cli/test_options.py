@@ -125,6 +125,8 @@ def test_help_has_at_most_forty_options_each_in_one_line_of_80_columns():
     ("train-vae", ["--permanent_start", "5"], "permanent_start is a key", "`permanent_start: 5`"),
     ("train-vae", ["--eq_weight", "0.5"], "there is no option eq_weight any more", "leave it out"),
     ("train-tts", ["--no-use-mrd"], "there is no option use_mrd any more", "HiFi-GAN's discriminators"),
+    ("train-vae", ["--data-in-memory"], "there is no option data_in_memory any more", "prepared decode faster"),
+    ("train-vae", ["--no-lean"], "lean has another name", "it is recompute_norms"),
     ("train-asr", ["--log-freq", "5"], "log_freq has another name", "it is log_every_steps"),
 )
 def test_a_flag_that_is_a_key_of_a_file_or_gone_is_refused_with_what_to_do(typed, command_name, words, message, hint):

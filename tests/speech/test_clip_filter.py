@@ -46,7 +46,7 @@ def test_the_vocabulary_is_checked():
 def test_a_report_on_a_recognisers_data(tmp_path):
     """A folder and its store have the same report, and a part of a recording is named by its time."""
     speak(tmp_path / "in/talk.wav", *(hum(2.0, hz=100 + 10 * number) for number in range(3)))
-    cues = [f"00:0{2 * n}.000 --> 00:0{2 * n + 2}.000\n{text}" for n, text in enumerate(("Bir.", "Ikki 2.", "Uch."))]
+    cues = [f"00:0{2 * n}.000 --> 00:0{2 * n + 2}.000\n{text}" for n, text in enumerate(("Bir.", "Ikki 2.", "Uч."))]
     (tmp_path / "in/talk.vtt").write_text("WEBVTT\n\n" + "\n\n".join(cues))
     config = speech_prepare_config("asr", SpeechOptions(language="uz"), Sound())
     report = validate_speech(tmp_path / "in", config)
@@ -58,6 +58,7 @@ def test_a_report_on_a_recognisers_data(tmp_path):
         "one speaker",
         "symbols that occur less than 20",
         "1 text has digits, which rules read and may be said otherwise, such as 'Ikki 2.' as 'ikki ikki'",
+        "1 text has letters of other scripts than Latin, which may only look alike: ч (Cyrillic)",
     ):
         assert phrase in words
     prepare_speech(tmp_path / "in", tmp_path / "out", config)
