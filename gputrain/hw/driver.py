@@ -19,8 +19,6 @@ class Card:
     """A GPU as the driver describes it."""
 
     name: str
-    memory_gb: float  # 0 if unknown, as for memory shared with the CPU.
-    compute_capability: tuple[int, int]  # (0, 0) if the driver is too old to report it.
     driver_model: str = ""  # WDDM, MCDM or TCC on Windows, empty elsewhere.
 
 
@@ -93,15 +91,6 @@ def _card(index: int) -> Card:
     import pynvml
 
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-
-    def answer(name: str) -> Any:
-        return nvml_answer(lambda: getattr(pynvml, f"nvmlDeviceGet{name}")(handle))
-
-    memory = answer("MemoryInfo")
     models = {pynvml.NVML_DRIVER_WDDM: "WDDM", pynvml.NVML_DRIVER_WDM: "TCC", pynvml.NVML_DRIVER_MCDM: "MCDM"}
-    return Card(
-        name=pynvml.nvmlDeviceGetName(handle),
-        memory_gb=memory.total / 1e9 if memory else 0.0,
-        compute_capability=answer("CudaComputeCapability") or (0, 0),
-        driver_model=models.get(answer("CurrentDriverModel"), ""),
-    )
+    model: Any = nvml_answer(lambda: pynvml.nvmlDeviceGetCurrentDriverModel(handle))
+    return Card(pynvml.nvmlDeviceGetName(handle), models.get(model, ""))

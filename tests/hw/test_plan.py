@@ -159,7 +159,7 @@ def test_switches_that_only_workers_have():
 
 
 def test_a_card_that_torch_cannot_use_is_an_error_and_not_a_slow_cpu():
-    card = Card("RTX 5090", 32.0, (12, 0))
+    card = Card("RTX 5090")
     unusable = machine(driver=Driver("580.10", "13.0", (card,)), gpu_error="the driver is too old")
     with pytest.raises(UserError, match=r"RTX 5090: .* \(the driver is too old\)"):
         decide(unusable, Hardware())
