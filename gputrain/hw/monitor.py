@@ -8,7 +8,7 @@ monitored: the kernel kills a run that takes too much of it. GB is 1e9 bytes.
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from statistics import fmean
 from types import TracebackType
@@ -98,7 +98,6 @@ class Monitor:
     def __init__(self, device: torch.device, *, seconds: float = 1.0, look: Look | None = None) -> None:
         self.device, self.seconds = device, seconds
         self._look = look or (None if device.type == "cuda" else read_ram)
-        self._closing = ExitStack()  # Shuts NVML down, if it was started.
         self._readings: list[Reading] = []  # Readings since figures() was last called.
         self._latest: list[Reading] = []  # The latest reading, or none.
         self._lock = threading.Lock()  # Guards the two lists above.
@@ -106,17 +105,14 @@ class Monitor:
         self._thread = threading.Thread(target=self._watch, name="monitor", daemon=True)
 
     def __enter__(self) -> "Monitor":
-        with _forgiving_nvml():
-            self._look = self._look or self._open_nvml()
-            self._thread.start()
+        self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join(HANG_SECONDS)
+        self._thread.join(HANG_SECONDS)
 
     def figures(self) -> dict[str, float]:
         """Return the readings since the last call (or the latest one, if there are none) and what torch's allocator
@@ -150,18 +146,11 @@ class Monitor:
             return reading
         return replace(reading, reserved_gb=torch.cuda.memory_reserved(self.device) / 1e9)
 
-    def _open_nvml(self) -> Look:
-        with ExitStack() as opened:
-            opened.enter_context(nvml())
-            look = read_gpu(str(torch.cuda.get_device_properties(self.device).uuid))
-            self._closing = opened.pop_all()
-        return look
-
     def _watch(self) -> None:
-        assert self._look
-        with _forgiving_nvml(), self._closing:
+        with _forgiving_nvml(), nullcontext() if self._look else nvml():
+            look = self._look or read_gpu(str(torch.cuda.get_device_properties(self.device).uuid))
             while not self._stopped.is_set():
-                reading = self._with_reserved(self._look())
+                reading = self._with_reserved(look())
                 with self._lock:
                     self._readings.append(reading)
                     self._latest = [reading]
