@@ -69,7 +69,6 @@ class PitchMatch:
     asked_only: int = 0
     made_only: int = 0
     squared_cents: float = 0.0  # Sum over `both`.
-    squared_hz: float = 0.0
 
     def __add__(self, other: "PitchMatch") -> "PitchMatch":
         return PitchMatch(*(ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
@@ -78,11 +77,6 @@ class PitchMatch:
     def rmse_cents(self) -> float | None:
         """Returns the RMS error over frames voiced in both; a semitone is 100. None without such a frame."""
         return math.sqrt(self.squared_cents / self.both) if self.both else None
-
-    @property
-    def rmse_hz(self) -> float | None:
-        """Returns the same error in Hz."""
-        return math.sqrt(self.squared_hz / self.both) if self.both else None
 
     @property
     def voicing_f1(self) -> float | None:
@@ -101,7 +95,6 @@ def pitch_match(made_F: Floats, asked_F: Floats) -> PitchMatch:
         asked_only=int((asked & ~made).sum()),
         made_only=int((made & ~asked).sum()),
         squared_cents=float((1200**2 * np.log2(ours / theirs) ** 2).sum()),
-        squared_hz=float(((ours - theirs) ** 2).sum()),
     )
 
 

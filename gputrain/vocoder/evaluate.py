@@ -103,7 +103,6 @@ class _Sums:
         found: dict[str, float | None] = {name: total / self.weights[name] for name, total in self.weighted.items()}
         for suffix, match in self.pitches.items():
             found[f"f0_rmse_cents{suffix}"] = match.rmse_cents
-            found[f"f0_rmse_hz{suffix}"] = match.rmse_hz
             found[f"vuv_f1{suffix}"] = match.voicing_f1
         found |= {
             f"f0_left_out{suffix}": self.left_out[suffix] / count for suffix, count in self.voiced.items() if count
