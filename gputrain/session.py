@@ -15,7 +15,7 @@ from torch import nn
 
 from gputrain import config
 from gputrain.engine import checkpoint
-from gputrain.engine.data import batches
+from gputrain.engine.data import SampleSource, batches
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.recipe import Recipe, phases_of
 from gputrain.engine.run_folder import Run, discarded_if_refused, open_run
@@ -27,7 +27,7 @@ from gputrain.hw.plan import NEEDS_GPU, Plan, Setting, fit_shared_memory, worker
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.ranks import SINGLE, Ranks, share_of, weakest_of
 from gputrain.hw.runtime import Runtime, apply
-from gputrain.planner.kind_work import BatchSource, KindWork, S, StageData
+from gputrain.planner.kind_work import KindWork, S, StageData
 from gputrain.planner.model_planner import ModelPlanner, measured_rates, memory_budget
 from gputrain.serialization import from_json
 
@@ -70,7 +70,7 @@ class Session(Generic[S]):
         return replace(plan, num_workers=processes)
 
     def open_batches(
-        self, dataset: BatchSource, steps: StepSchedule, *, divides_items: bool = False
+        self, dataset: SampleSource, steps: StepSchedule, *, divides_items: bool = False
     ) -> Callable[[int, int], Generator[Any, None, None]]:
         """Returns a function that opens the batches of the steps `first` to `last` - 1.
 

@@ -219,19 +219,18 @@ class Mixture:
 class DrawnItems:
     """A data set for `gputrain.engine.data.loader`, whose epochs draw from another data set by weights."""
 
-    dataset: Any  # A SampleSource with a length and item_bytes.
+    dataset: SampleSource
     mixture: Mixture
 
     def __len__(self) -> int:
         return len(self.mixture)
 
     def __getitem__(self, sample: Sample) -> Any:
-        source: SampleSource = self.dataset
-        return source[self.mixture.sample(sample)]
+        return self.dataset[self.mixture.sample(sample)]
 
     @property
     def item_bytes(self) -> int:
-        return int(self.dataset.item_bytes)
+        return self.dataset.item_bytes
 
 
 @dataclass(frozen=True)

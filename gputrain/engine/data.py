@@ -138,6 +138,11 @@ class SampleSource(Protocol):
     If torch's `default_collate` cannot collate its items, it has a method `collate(items)`.
     """
 
+    @property
+    def item_bytes(self) -> int: ...  # Size of an item in a batch.
+
+    def __len__(self) -> int: ...
+
     def __getitem__(self, sample: Sample, /) -> Any: ...
 
 

@@ -18,7 +18,7 @@ from gputrain.engine.schedule import Saving, Schedule
 from gputrain.hw.plan import NOT_PLANNED, Cards, Hardware, Plan, decide
 
 if TYPE_CHECKING:
-    from gputrain.engine.data import Sample
+    from gputrain.engine.data import SampleSource
     from gputrain.engine.recipe import Recipe
     from gputrain.engine.run_folder import Run
     from gputrain.hw.probe import Machine
@@ -58,17 +58,6 @@ class TrainSettings(Protocol):
 S = TypeVar("S", bound=TrainSettings)
 
 
-class BatchSource(Protocol):
-    """A data set that batches are made of: an engine.data.SampleSource."""
-
-    @property
-    def item_bytes(self) -> int: ...  # Size of an item in a batch.
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, sample: Sample, /) -> Any: ...
-
-
 @dataclass(frozen=True)
 class TrainingStart(Generic[S]):
     """Decisions on a training that need its open data, and are made before anything is planned."""
@@ -91,7 +80,7 @@ class StageTraining:
     """The parts that are trained: the model with its first weights, and the items of its batches."""
 
     recipe: Recipe
-    source: BatchSource
+    source: SampleSource
     starts_pretrained: bool = False  # True if the weights of a new run come from a file.
     facts: dict[str, Any] = field(default_factory=dict)  # What inference needs of the weights to begin with.
 

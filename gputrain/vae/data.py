@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from gputrain.data_in.split import digests, warn_of_few_held_out
+from gputrain.engine.data import SampleSource
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.run_folder import Run
 from gputrain.errors import UserError
 from gputrain.formatting import counted
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.kind_work import BatchSource, PlanTarget, StageData, StageTraining, TrainingData, TrainingStart
+from gputrain.planner.kind_work import PlanTarget, StageData, StageTraining, TrainingData, TrainingStart
 from gputrain.planner.memory.predict import step_flops
 from gputrain.session import log_start
 from gputrain.vae.attention import SCORES
@@ -73,7 +74,7 @@ class VaeData(TrainingData[TrainVae]):
 
     def training(self, settings: TrainVae, run: Run, runtime: Runtime) -> StageTraining:
         recipe = self.recipe(settings, runtime)
-        source: BatchSource = self.pictures.mixture.of(self.crops(settings))
+        source: SampleSource = self.pictures.mixture.of(self.crops(settings))
         if run.resumed is None and self.pretrained:
             facts = self.start_pretrained(recipe, self.pretrained, run.group)
             self.pretrained = None

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from gputrain.data_in.split import Mixture, digests, format_folders, warn_of_few_held_out
 from gputrain.engine.checkpoint import format_list
+from gputrain.engine.data import SampleSource
 from gputrain.engine.run_folder import Run
 from gputrain.engine.schedule import RunProgress, StepSchedule
 from gputrain.engine.stop import format_duration
 from gputrain.errors import UserError
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.kind_work import BatchSource, StageData, StageTraining, TrainingData, TrainingStart
+from gputrain.planner.kind_work import StageData, StageTraining, TrainingData, TrainingStart
 from gputrain.session import log_start
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.discriminators import KINDS
@@ -76,7 +77,7 @@ class VocoderTraining(TrainingData[TrainVocoder]):
         recipe = VocoderRecipe(settings, runtime, Excerpts(self.sounds.store, held_out))
         if self.weights:
             start_from(recipe, self.weights)
-        source: BatchSource = self.mixture.of(self.all_crops)
+        source: SampleSource = self.mixture.of(self.all_crops)
         return StageTraining(recipe, source, starts_pretrained=self.weights is not None)
 
 
