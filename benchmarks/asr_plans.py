@@ -1,6 +1,6 @@
 """Plans for fine-tuning Wav2Vec2 at the sizes of XLS-R on three cards, predicted on fake tensors, for docs/planning.md.
 
-    python benchmarks/asr_plans.py --output-dir benchmarks/results
+    python -m benchmarks.asr_plans --output-dir benchmarks/results
 
 Needs transformers, no weights and no GPU. The model comes from a configuration; the waveform encoder is frozen, layer
 drop and SpecAugment are off (they choose by value), the loss is the mean of all log-probabilities in fp32, the
@@ -24,8 +24,8 @@ from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 from gputrain import __version__
 from gputrain.hw.gpus import find_gpu
 from gputrain.planner.memory.fit import Fit, MemoryBudget, MemoryModel, budget_gb, fit
-from gputrain.planner.memory.torch_model import predict_training_memory
 from gputrain.planner.time.roofline import DeviceRates, StepCost
+from tests.planner.predictions import predict_training_memory
 
 # hidden size, layers, width of the feed-forward layers
 SIZES = {"300M": (1024, 24, 4096), "1B": (1280, 48, 5120)}
@@ -162,7 +162,7 @@ def main() -> None:
     versions = {"gputrain": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     report = {
         "title": "Wav2Vec2 at the sizes of XLS-R, batch 32, 16 bit: predicted on fake tensors, not measured",
-        "command": "python benchmarks/asr_plans.py --output-dir benchmarks/results",
+        "command": "python -m benchmarks.asr_plans --output-dir benchmarks/results",
         "machine": f"{platform.machine()}, {platform.system()}", "versions": versions,
         "seconds": round(time.perf_counter() - began, 1), "speech_hours_of_an_epoch": SPEECH_HOURS, "rows": made,
     }  # fmt: skip

@@ -49,6 +49,7 @@ from gputrain.planner.memory.timeline import MemoryTimeline
 from gputrain.planner.memory.torch_model import make_optimizers
 from gputrain.planner.time.roofline import DeviceRates, StepCost
 from gputrain.vae.architecture import PRESETS
+from tests.planner.predictions import totals_of
 from tests.planner.step_counts import CASES, HIGH, of_voice, plan_of, whole_step
 
 CARDS = ("h100", "rtx5090", "rtx4090", "l4", "t4")
@@ -265,7 +266,7 @@ def versions(checkout: Path | None) -> dict[str, str]:
 def row_of(name: str, step: WholeStep) -> dict[str, Any]:
     compiled = name.endswith(", compiled")  # Otherwise Python launches each kernel.
     rates = {card: DeviceRates.published(find_gpu(card), tf32=True, compiled=compiled) for card in CARDS}
-    totals = step.cost.totals(step.cost.items)
+    totals = totals_of(step.cost, step.cost.items)
     ms = {card: step.ms(rate) for card, rate in rates.items() if rate}
     return {"case": name, **totals._asdict(), "launches": totals.kernels, "predicted_ms": ms}
 

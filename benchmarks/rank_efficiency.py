@@ -64,7 +64,8 @@ def main() -> None:
     plan = decide(card, Hardware(use_torch_compile=False))
     for name, target, items in trainings():
         size_gb, arithmetic = gradient_gb(target), step_flops(target, 10**9) / (TFLOPS * 1e12)
-        launches = LAUNCH_SECONDS * predict_step(target, plan, micro_batch_size=items // max(COUNTS)).kernels
+        kernels = predict_step(target, plan, micro_batch_size=items // max(COUNTS)).micro_batch
+        launches = LAUNCH_SECONDS * sum(kernel.launches for kernel in kernels if not kernel.accumulates)
         alone = max(arithmetic, launches)
         for link, rate in LINKS_GB_S.items():
             cells = []

@@ -375,7 +375,7 @@ def count_flops(architecture: VaeArchitecture, image_size: int) -> int:
         with timeline.watching():
             mean_BLhw, logvar_BLhw = model.encode(torch.empty(1, 3, image_size, image_size))
             torch.autograd.backward(model.decode(mean_BLhw + logvar_BLhw).sum())
-    return round(timeline.log.flops)
+    return round(sum(operator.flops for operator in timeline.log.operators))
 
 
 def predicted_seconds(

@@ -78,7 +78,10 @@ def predicted(settings: Any, card: str, planner: ModelPlanner[Any], limit_gb: fl
         "predicted_seconds": fit.predicted_seconds_per_step, "predicted_gb": fit.predicted_peak_gb, "fits": fit.fits,
     }  # fmt: skip
     if fit.cost:
-        figures["predicted_launches"] = fit.cost.totals(fit.micro_batch_size, fit.accumulation_steps).kernels
+        kernels, parts = fit.cost.micro_batch(fit.micro_batch_size), fit.accumulation_steps
+        # The first micro-batch adds to no gradients.
+        launches = sum(kernel.launches * (parts - kernel.accumulates) for kernel in kernels)
+        figures["predicted_launches"] = round(launches + sum(kernel.launches for kernel in fit.cost.update))
     return figures
 
 

@@ -41,14 +41,10 @@ class Gpu:
     note: str = ""
 
     def flops_per_second(self, precision: str) -> float | None:
-        """Return the published rate of a matrix product in "bf16", "fp16", "tf32" or "fp32"; None if it is unknown."""
+        """Return the published rate of a matrix product in "bf16", "fp16", "tf32" or "fp32", or the
+        lowest one in "least_bf16"; None if it is unknown."""
         tflops: float | None = getattr(self, f"{precision}_tflops")
         return 1e12 * tflops if tflops else None
-
-    @property
-    def least_flops_per_second(self) -> float | None:
-        """The lowest published rate in 16 bit, if the published ones disagree."""
-        return 1e12 * self.least_bf16_tflops if self.least_bf16_tflops else None
 
     def installed_in(self, machine: Machine) -> Machine:
         """Return a Linux machine with the cores and RAM of `machine`, all that training needs, and this GPU."""

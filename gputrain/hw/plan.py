@@ -141,7 +141,6 @@ class Plan:
     accumulation_steps: Setting | None = None
     gradient_checkpointing: Setting | None = None
     memory_budget_gb: Setting | None = None
-    # Settings of the data; None if they are not examined.
 
     @property
     def settings(self) -> dict[str, Setting]:

@@ -15,7 +15,7 @@ import math
 import os
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic
@@ -157,7 +157,8 @@ class ModelPlanner(Generic[S]):
                     target.name,
                 )
             memory_gb = target.machine.gpu_memory_gb if on_gpu else target.machine.ram_gb
-            budget = memory_budget(target.machine, switches, settings.hardware, target.rates(switches))
+            rates = published_rates(target.gpu or target.machine.gpu, switches)
+            budget = memory_budget(target.machine, switches, settings.hardware, rates)
             known = partial(training_steps, settings.schedule, cards.items or items)
             at_most = partial(training_steps, settings.schedule, cards.items or items, at_most=True)
             plan, found, budget = self.plan_steps(settings, switches, budget, at_most)
@@ -297,7 +298,16 @@ def plan_step(
     checkpointing: bool | None,
 ) -> tuple[Plan, Fit]:
     """Returns the plan with the settings of the batch, and the fit that they come from."""
-    found = _fit_batch(budget, schedule, memory_model, checkpointing)
+    gpus = budget.gpus  # A batch that cannot be divided equally is planned for the GPU with the most items.
+    found = fit(
+        math.ceil(schedule.global_batch_size / gpus) * gpus,
+        memory_model,
+        budget,
+        ranks=gpus,
+        largest=math.ceil(schedule.batch_size / gpus),
+        micro_batch_size=schedule.micro_batch_size,
+        checkpointing=checkpointing,
+    )
     if plan.cuda_graphs.value and (reason := _graphs_do_not_fit(found, budget)):
         plan = replace(plan, cuda_graphs=Setting(False, f"asked for, but {reason}"))
     return replace(plan, **found.settings, memory_budget_gb=_budget_setting(budget)), found
@@ -312,21 +322,6 @@ def _graphs_do_not_fit(found: Fit, budget: MemoryBudget) -> str:
     if found.fits and found.predicted_peak_gb * budget.margin + pool_gb > budget.budget_gb:
         return f"beside the step, up to {pool_gb:.1f} GB for its graphs do not fit"
     return ""
-
-
-def _fit_batch(
-    budget: MemoryBudget, schedule: Schedule, memory_model: Callable[[bool], MemoryModel], checkpointing: bool | None
-) -> Fit:
-    gpus = budget.gpus  # A batch that cannot be divided equally is planned for the GPU with the most items.
-    return fit(
-        math.ceil(schedule.global_batch_size / gpus) * gpus,
-        memory_model,
-        budget,
-        ranks=gpus,
-        largest=math.ceil(schedule.batch_size / gpus),
-        micro_batch_size=schedule.micro_batch_size,
-        checkpointing=checkpointing,
-    )
 
 
 def _budget_setting(budget: MemoryBudget) -> Setting:
@@ -353,10 +348,6 @@ class TargetMachine:
     machine: Machine
     gpu: Gpu | None = None
     price_per_hour: float = 0.0  # Of all its GPUs together; 0: unknown.
-
-    def rates(self, plan: Plan) -> DeviceRates | None:
-        """Returns the rates that the GPU is predicted to reach; None if its published ones are unknown."""
-        return published_rates(self.gpu or self.machine.gpu, plan)
 
 
 def published_rates(gpu: Gpu | str, plan: Plan) -> DeviceRates | None:
@@ -433,30 +424,22 @@ def sources_digest(folder: Path = Path(gputrain.__file__).parent) -> str:
 
 def _read(path: Path) -> MemoryModel:
     with gzip.open(path, "rt", encoding="utf-8") as file:  # It has a checksum.
-        name, fixed, item, item_flops, kept = json.load(file)
+        name, model = json.load(file)
     if name != path.name:  # The file may be a copy of another.
         raise ValueError
-    cost = None
-    if kept:
-        one, many, update = (tuple(KernelCost(*row) for row in rows) for rows in kept["kernels"])
-        cost = StepCost(one, many, kept["items"], update, kept["first"])
-    return MemoryModel(fixed, item, item_flops, cost)
+    if cost := model["cost"]:
+        del cost["_by_size"]  # What follows from the rest.
+        kernels = {part: tuple(KernelCost(**row) for row in cost[part]) for part in ("one", "many", "update")}
+        model["cost"] = StepCost(**{**cost, **kernels})
+    return MemoryModel(**model)
 
 
 def _write(path: Path, model: MemoryModel) -> None:
-    kept, cost = None, model.cost
-    if cost:
-        columns = [field.name for field in fields(KernelCost)]
-        rows = [
-            [[getattr(kernel, name) for name in columns] for kernel in kernels]
-            for kernels in (cost.one, cost.many, cost.update)
-        ]
-        kept = {"kernels": rows, "items": cost.items, "first": cost.first}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
         with gzip.open(partial, "xt", compresslevel=1, encoding="utf-8") as file:
-            json.dump([path.name, model.fixed, model.item, model.item_flops, kept], file)
+            json.dump([path.name, vars(model)], file, default=vars)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

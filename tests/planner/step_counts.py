@@ -23,7 +23,7 @@ from gputrain.hw.plan import Plan
 from gputrain.hw.probe import Machine
 from gputrain.planner.kind_work import KindWork
 from gputrain.planner.memory.predict import MemoryEstimate, predict_step
-from gputrain.planner.time.roofline import StepCost, StepTotals
+from gputrain.planner.time.roofline import StepCost
 from gputrain.tts.config import PlanTts
 from gputrain.tts.data import size_of
 from gputrain.tts.kind import TtsWork
@@ -32,6 +32,7 @@ from gputrain.vae.config import PlanVae
 from gputrain.vocoder import kind as vocoder
 from gputrain.vocoder.config import PlanVocoder
 from gputrain.vocoder.openvpi import PROFILES, translate
+from tests.planner.predictions import StepTotals, totals_of
 from tests.tts.test_train import small_presets
 
 FILE = Path(__file__).parents[1] / "data" / "step_counts.json"
@@ -109,7 +110,7 @@ def counted(name: str) -> StepTotals:
         settings, work = CASES[name].make(**CASES[name].options)
         found = whole_step(settings, work)
     items = settings.schedule.batch_size
-    return StepCost((), found.micro_batch, items, found.update).totals(items)
+    return totals_of(StepCost((), found.micro_batch, items, found.update), items)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from gputrain.planner.memory.fake_runtime import on_fake_tensors
-from gputrain.planner.memory.predict import MemoryEstimate
 from gputrain.planner.memory.timeline import MemoryTimeline
 from gputrain.planner.time.fusion import kernel_costs
-from gputrain.planner.time.roofline import DeviceRates, KernelCost, StepCost, StepTotals
+from gputrain.planner.time.roofline import DeviceRates, KernelCost, StepCost
+from tests.planner.predictions import StepTotals, kernels_of, totals_of
 
 RATES = DeviceRates(1e14, 1e13, 1e12, multiprocessors=100, launch_seconds=4e-6, least_seconds=2e-6)
 
@@ -47,9 +47,8 @@ def test_a_step_adds_once_less_than_it_has_micro_batches():
     """A kernel and an addition take 4 microseconds each, as their launches do."""
     kernel, adding = KernelCost("mm", 1, 0, 0, 0, 1, False), KernelCost("add_", 1, 0, 0, 0, 1, False, True)
     cost = StepCost((kernel, adding), (kernel, adding), 8, (kernel,))
-    assert [cost.totals(8, passes).kernels for passes in (1, 3)] == [2, 1 + 3 + 2]
-    assert StepTotals.of(cost.kernels(8, 2)).kernels == 4
-    assert MemoryEstimate(1.0, 1.0, {}, 0, cost.many, cost.update).kernels == 1
+    assert [totals_of(cost, 8, passes).kernels for passes in (1, 3)] == [2, 1 + 3 + 2]
+    assert StepTotals.of(kernels_of(cost, 8, 2)).kernels == 4
     one, three = (cost.seconds(RATES, 8, passes) for passes in (1, 3))
     assert one == pytest.approx(2 * (4e-6 + 2e-6))
     assert three == pytest.approx(6e-6 + 2 * (2 * 4e-6 + 2e-6) + 6e-6)

@@ -13,9 +13,10 @@ from gputrain.planner.memory import predict
 from gputrain.planner.memory.fit import MemoryModel
 from gputrain.planner.memory.predict import MemoryEstimate, predict_step, predict_steps
 from gputrain.planner.model_planner import FILES, ModelPlanner, kept_model, sources_digest
-from gputrain.planner.time.roofline import KernelCost, StepCost, StepTotals
+from gputrain.planner.time.roofline import KernelCost, StepCost
 from gputrain.vocoder.config import PlanVocoder
 from gputrain.vocoder.kind import VocoderWork
+from tests.planner.predictions import StepTotals
 from tests.planner.step_counts import plan_of
 
 KERNELS = (

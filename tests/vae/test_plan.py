@@ -11,7 +11,15 @@ from gputrain.hw.plan import decide
 from gputrain.planner.memory import timeline
 from gputrain.planner.memory.fit import BUDGET_SHARE, MARGIN
 from gputrain.planner.memory.predict import predict_step
-from gputrain.planner.model_planner import NCCL_GB, CardPlan, ModelPlanner, memory_budget, plan_cards, target_machines
+from gputrain.planner.model_planner import (
+    NCCL_GB,
+    CardPlan,
+    ModelPlanner,
+    memory_budget,
+    plan_cards,
+    published_rates,
+    target_machines,
+)
 from gputrain.vae.config import PlanVae
 from gputrain.vae.data import item_flops, plan_target
 from gputrain.vae.kind import VaeWork
@@ -60,7 +68,9 @@ def test_the_users_five_rows_on_an_rtx5090():
         _, found = planner.plan(
             asked,
             switches,
-            memory_budget(machine_target.machine, switches, asked.hardware, machine_target.rates(switches)),
+            memory_budget(
+                machine_target.machine, switches, asked.hardware, published_rates(machine_target.gpu, switches)
+            ),
         )
         assert found.fits
         assert found.predicted_peak_gb <= bound

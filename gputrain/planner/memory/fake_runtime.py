@@ -263,7 +263,7 @@ class FakeRuntime(Runtime):
         return stack
 
     def compile(self, function: F, *, any_count: bool = False, any_shape: bool = False) -> F:
-        return self.timeline.fused(function) if self.plan.compile.value else function
+        return self.timeline.in_region(function, frees_inner=True) if self.plan.compile.value else function
 
     def compile_modules(
         self, modules: Iterable[nn.Module], *, any_count: bool = False, any_shape: bool = False

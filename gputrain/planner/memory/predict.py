@@ -38,7 +38,7 @@ from gputrain.planner.memory.timeline import MemoryTimeline
 from gputrain.planner.time.flops import FlopCount
 from gputrain.planner.time.fusion import kernel_costs
 from gputrain.planner.time.operators import Operator, OperatorLog
-from gputrain.planner.time.roofline import KernelCost, StepCost, StepTotals
+from gputrain.planner.time.roofline import KernelCost, StepCost
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,6 @@ class MemoryEstimate:
     flops: int  # FLOPs of the step, with those that checkpointing repeats, without elementwise operations.
     micro_batch: tuple[KernelCost, ...] = ()  # Kernels of a micro-batch, without those of the optimizer.
     update: tuple[KernelCost, ...] = ()  # Kernels of the optimizer.
-
-    @property
-    def kernels(self) -> int:
-        """Kernels that the first micro-batch of a step launches."""
-        return StepTotals.of([kernel for kernel in self.micro_batch if not kernel.accumulates]).kernels
 
     @classmethod
     def of(

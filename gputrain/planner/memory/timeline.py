@@ -47,15 +47,16 @@ class MemoryTimeline:
         for tensor in (tensor for group in groups for tensor in group if isinstance(tensor, Tensor)):
             self.kinds[self._number(tensor)] = kind
 
-    def fused(self, function: F) -> F:
-        """Returns a function that is a compiled region, whose intermediate results take no memory.
+    def in_region(self, function: F, *, frees_inner: bool = False) -> F:
+        """Returns a function that is a compiled region, and takes as much memory as before.
 
-        With autograd they do, because it is not known what the compiler keeps for the backward pass.
+        With `frees_inner`, its intermediate results take none, except with autograd, because it is not known what the
+        compiler keeps for the backward pass.
         """
 
         @functools.wraps(function)
         def as_one(*arguments: Any, **named: Any) -> Any:
-            if torch.is_grad_enabled():
+            if not frees_inner or torch.is_grad_enabled():
                 return self.log.compiled(function, arguments, named)
             self._fused += 1
             try:
@@ -64,15 +65,6 @@ class MemoryTimeline:
                 self._fused -= 1
             self._see(made)
             return made
-
-        return cast(F, as_one)
-
-    def in_region(self, function: F) -> F:
-        """Returns a function that is a compiled region, and takes as much memory as before."""
-
-        @functools.wraps(function)
-        def as_one(*arguments: Any, **named: Any) -> Any:
-            return self.log.compiled(function, arguments, named)
 
         return cast(F, as_one)
 

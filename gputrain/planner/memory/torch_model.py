@@ -22,7 +22,7 @@ from gputrain.hw.runtime import DTYPES, Runtime, release_memory
 from gputrain.planner.kind_work import PlanTarget
 from gputrain.planner.memory.allocator import PlainAllocator
 from gputrain.planner.memory.fake_runtime import FakeRuntime, Rules
-from gputrain.planner.memory.predict import MemoryEstimate, explained, predict_step, watch_step
+from gputrain.planner.memory.predict import MemoryEstimate, explained, watch_step
 from gputrain.planner.memory.timeline import MemoryTimeline
 from gputrain.planner.time.flops import OperatorMode
 from gputrain.samples import Report
@@ -43,45 +43,6 @@ OFF = {
     "mask_time_prob": 0.0,
     "mask_feature_prob": 0.0,
 }
-
-
-def predict_training_memory(
-    model: nn.Module,
-    loss: Loss,
-    batch: Any,
-    *,
-    precision: Precision = "bf16",
-    optimizer: Optimizer = "adamw",
-    checkpointing: bool = False,
-    gradients_resident: bool = True,
-    ema: bool = False,
-    caching_allocator: bool = True,
-    expandable_segments: bool = False,
-    autocast_rules: Rules = "cuda",
-) -> MemoryEstimate:
-    """Returns the memory of an optimizer step: forward, backward of the scalar `loss(model, batch)`, and a fused step.
-
-    `model` and the tensors in `batch` may be on any device, including meta; neither is changed. The step is that of the
-    model in training mode, in which from_pretrained does not return it. `precision` is that of autocast; weights,
-    gradients and optimizer state have the weights' own dtype. `optimizer` muon is torch's Muon for matrices, and AdamW
-    for the rest. `checkpointing` enables the gradient checkpointing of a transformers model.
-    `gradients_resident`: a micro-batch adds to existing gradients, as in gradient accumulation. `ema`: there is a
-    moving average of the weights. `caching_allocator`: False for a CPU, which frees memory at once;
-    `expandable_segments`: as set by PYTORCH_CUDA_ALLOC_CONF; `autocast_rules`: the device whose kernels and rules of
-    autocast are assumed. Raises UserError if the model needs values to run, or has modules whose memory cannot be
-    predicted, and names the operator or the module.
-    """
-    refuse_unpredictable(model)
-    target = model_target(model, loss, lambda items: batch, precision, optimizer, ema=ema)
-    plan = model_plan(autocast_rules, expandable_segments=expandable_segments)
-    return predict_step(
-        target,
-        plan,
-        micro_batch_size=1,
-        checkpointing=checkpointing,
-        gradients_resident=gradients_resident,
-        caching_allocator=caching_allocator,
-    )
 
 
 def measure_training_memory(
@@ -120,14 +81,10 @@ def measure_training_memory(
     return replace(found, allocated_gb=allocated_gb, reserved_gb=peak.reserved_gb - before_gb, parts=parts)
 
 
-def model_plan(device: Rules, *, expandable_segments: bool = False) -> Plan:
+def model_plan(device: Rules) -> Plan:
     """Returns the plan of an uncompiled training by another program, whose loss enters autocast by itself."""
     plan = decide(Machine(system="", cpu_cores=1), Hardware(device="cpu"))
-    return replace(
-        plan,
-        device=Setting(device, ""),
-        expandable_segments=Setting(expandable_segments, ""),
-    )
+    return replace(plan, device=Setting(device, ""), expandable_segments=Setting(False, ""))
 
 
 def model_target(
@@ -136,8 +93,6 @@ def model_target(
     make_batch: Callable[[int], Any],
     precision: Precision,
     optimizer: Optimizer,
-    *,
-    ema: bool = False,
     shapes: list[torch.Size] | None = None,
 ) -> PlanTarget:
     """Returns the training of a copy of the model on batches of `make_batch(items)`, as the planner takes it.
@@ -155,7 +110,7 @@ def model_target(
             parameter.grad = None
         if checkpointing:
             checkpoint_blocks(twin)
-        return ModelRecipe(twin, loss, runtime, DTYPES[precision], optimizer, ema, shapes)
+        return ModelRecipe(twin, loss, runtime, DTYPES[precision], optimizer, shapes)
 
     def load(items: int = 1) -> ModelBatch:
         return ModelBatch(items, make_batch(items))
@@ -183,13 +138,11 @@ class ModelRecipe:
         runtime: Runtime,
         dtype: torch.dtype,
         optimizer: Optimizer,
-        ema: bool,
-        shapes: list[torch.Size] | None = None,
+        shapes: list[torch.Size] | None,
     ) -> None:
         self.model, self.loss, self.runtime, self.dtype = model, loss, runtime, dtype
         self._shapes = shapes
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.average_model = nn.ParameterList(torch.empty_like(p) for p in model.parameters() if ema)
         self.modules: dict[str, nn.Module] = {"model": model}
         phases = tuple(
             Phase(type(made).__name__, (nn.ParameterList(made.param_groups[0]["params"]),), made)
@@ -233,7 +186,7 @@ class ModelRecipe:
         return 0.0
 
     def average(self, step: int) -> None:
-        """Does nothing: what an average takes is its weights."""
+        """Does nothing: there is no average."""
 
     def sample(self) -> Report:
         return Report()

@@ -115,14 +115,6 @@ class OperatorLog:
     _gradients: set[int] = field(default_factory=set)  # Storages of gradients that an earlier micro-batch has made.
 
     @property
-    def launches(self) -> int:
-        return sum(operator.launches for operator in self.operators)
-
-    @property
-    def flops(self) -> float:
-        return sum(operator.flops for operator in self.operators)
-
-    @property
     def region(self) -> Region | None:
         """The region that runs now. That of a backward pass ends with the pass, if no argument needs a gradient."""
         region = self._region

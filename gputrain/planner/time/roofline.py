@@ -16,7 +16,6 @@ Imports no torch.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -52,7 +51,7 @@ class DeviceRates:
     def published(cls, gpu: Gpu, *, tf32: bool, compiled: bool = True) -> "DeviceRates | None":
         """Returns the share of a GPU's published rates that is reached in practice, by compiled code or by Python; None
         if they are not published."""
-        sixteen = gpu.flops_per_second("bf16") or gpu.flops_per_second("fp16") or gpu.least_flops_per_second
+        sixteen = gpu.flops_per_second("bf16") or gpu.flops_per_second("fp16") or gpu.flops_per_second("least_bf16")
         fp32 = (gpu.flops_per_second("tf32") if tf32 else None) or gpu.flops_per_second("fp32")
         if not (fp32 and gpu.bandwidth_gb_s and gpu.multiprocessors):
             return None
@@ -68,7 +67,7 @@ class DeviceRates:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KernelCost:
     """One or more launches of an operator, as numbers that grow linearly with the items of a micro-batch."""
 
@@ -117,31 +116,6 @@ class StepCost:
         if passes > 1:
             parts += (passes - 1) * busy_seconds(kernels, rates)
         return parts + busy_seconds(self.update, rates)
-
-    def kernels(self, micro_batch: int, passes: int) -> tuple[KernelCost, ...]:
-        """Returns all kernels of a step of so many micro-batches. The first one adds to no gradients."""
-        kernels = self.micro_batch(micro_batch)
-        first = tuple(kernel for kernel in kernels if not kernel.accumulates)
-        return first + kernels * (passes - 1) + self.update
-
-    def totals(self, micro_batch: int, passes: int = 1) -> "StepTotals":
-        """Returns launches, bytes and FLOPs of a step of so many micro-batches."""
-        return StepTotals.of(self.kernels(micro_batch, passes))
-
-
-class StepTotals(NamedTuple):
-    """Launches, bytes (1e9) and FLOPs (1e12) of a step."""
-
-    kernels: int
-    gb: float
-    tflop: float
-
-    @classmethod
-    def of(cls, kernels: Sequence[KernelCost]) -> "StepTotals":
-        launches, moved, flops = (
-            sum(getattr(kernel, what) for kernel in kernels) for what in ("launches", "bytes", "flops")
-        )
-        return cls(round(launches), moved / 1e9, flops / 1e12)
 
 
 def kernel_seconds(kernel: KernelCost, rates: DeviceRates) -> tuple[float, float, float]:

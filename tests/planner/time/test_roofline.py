@@ -18,11 +18,11 @@ from gputrain.planner.time.roofline import (
     DeviceRates,
     KernelCost,
     StepCost,
-    StepTotals,
     busy_seconds,
     kernel_seconds,
 )
 from gputrain.serialization import from_json
+from tests.planner.predictions import StepTotals, totals_of
 
 RATES = DeviceRates(1e14, 1e13, 1e12, multiprocessors=100, launch_seconds=4e-6, least_seconds=2e-6)
 MB = 1e6
@@ -216,7 +216,7 @@ def test_a_compiled_region_is_few_kernels_and_moves_inputs_and_results():
 
     def work(timeline):
         with torch.no_grad():
-            timeline.fused(region)(torch.empty(8, 64, 32, 32), torch.empty(64, 64, 1, 1))
+            timeline.in_region(region, frees_inner=True)(torch.empty(8, 64, 32, 32), torch.empty(64, 64, 1, 1))
 
     found = recorded(work)
     assert [(kernel.name, kernel.launches) for kernel in found] == [("region", 1), ("region", 1), ("convolution", 1)]
@@ -234,7 +234,7 @@ def test_short_rows_are_normalised_in_one_kernel(columns, passes):
     def region(x_RC):
         return x_RC * x_RC.square().mean(-1, keepdim=True).rsqrt()
 
-    found = recorded(lambda timeline: timeline.fused(region)(torch.empty(1000, columns)))
+    found = recorded(lambda timeline: timeline.in_region(region, frees_inner=True)(torch.empty(1000, columns)))
     assert [kernel.bytes / (4000 * columns) for kernel in found] == pytest.approx(passes, rel=0.01)
 
 
@@ -246,7 +246,9 @@ def test_a_kernel_reads_what_another_one_has_stored():
         return (total + total @ weight).exp()
 
     square = (512, 512)
-    found = recorded(lambda timeline: timeline.fused(region)(*(torch.empty(square) for _ in range(3))))
+    found = recorded(
+        lambda timeline: timeline.in_region(region, frees_inner=True)(*(torch.empty(square) for _ in range(3)))
+    )
     assert [(kernel.name, kernel.bytes / (4 * 512**2)) for kernel in found] == [("region", 3), ("mm", 3), ("region", 3)]
 
 
@@ -297,7 +299,7 @@ def test_a_cost_between_two_known_sizes_is_linear():
 
     cost = StepCost(kernels(1), kernels(9), 9, update=(KernelCost("update", 1, 100.0, 0.0, 0.0, 1.0, False),))
     assert cost.micro_batch(4) == kernels(4)
-    assert cost.totals(4, passes=3) == StepTotals(7, pytest.approx((3 * 14 + 100) / 1e9), pytest.approx(48e-12))
+    assert totals_of(cost, 4, passes=3) == StepTotals(7, pytest.approx((3 * 14 + 100) / 1e9), pytest.approx(48e-12))
     other = StepCost((*kernels(1), *kernels(1)), kernels(8), 8)
     assert other.micro_batch(4) == (KernelCost("a", 2, 9.0, 16.0, 2.0, 1.0, True),)
 
