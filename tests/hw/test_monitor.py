@@ -302,7 +302,8 @@ for uuid, environment in json.loads(sys.argv[1]):
     warnings = []
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=uuid)  # A CPU build has none.
     with Monitor(torch.device("cuda"), seconds=0.001) as watching:
-        while library.looks_so_far() < 10 and not warnings:
+        # The first reading follows the start of NVML, which begins to count anew.
+        while (not watching._latest or library.looks_so_far() < 10) and not warnings:
             time.sleep(0.001)
         first = [watching.pressure(), watching.figures()]
         time.sleep(0.05)
