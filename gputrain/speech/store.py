@@ -222,7 +222,9 @@ class SpeechStore(SoundStore[SpeechClip]):
         try:
             store = cls(folder, SpeechFormat.from_json(formats[0]), [from_row(SpeechClip, row) for row in rows])
             whole = all(clip.is_whole for clip in store.clips) and store.format.is_whole
-        except (LookupError, TypeError, ValueError, UserError):
+        except UserError as error:
+            raise UserError(f"{folder}: {error.message}", hint=PREPARE_AGAIN) from None
+        except (LookupError, TypeError, ValueError):
             whole = False
         if not whole:
             raise unreadable(folder, PREPARE_AGAIN, f"its {MANIFEST} or {TEXT} is damaged")

@@ -10,6 +10,7 @@ from gputrain.audio.store import WAVES
 from gputrain.data_in.split import MANIFEST
 from gputrain.errors import UserError
 from gputrain.speech.store import (
+    TEXT,
     Recording,
     SoundFormat,
     SpeechClip,
@@ -106,6 +107,15 @@ def test_a_clip_without_a_field_is_of_another_version(folder):
     del rows[0]["crc32"]
     (folder / MANIFEST).write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(UserError, match="written by another version of gputrain"):
+        SpeechStore.open(folder)
+
+
+def test_a_store_whose_texts_cannot_be_read_says_why(folder):
+    """Voices of earlier versions had tables of letters."""
+    content = json.loads((folder / TEXT).read_text())
+    content["frontend"]["alphabet"] = {"sh": "ş"}
+    (folder / TEXT).write_text(json.dumps(content))
+    with pytest.raises(UserError, match="spellings of an alphabet table, which this version of gputrain does not read"):
         SpeechStore.open(folder)
 
 
