@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from benchmarks.predictions import rates_of
 from gputrain.bench import runner, step_bench
+from gputrain.engine.step import gradients
 from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import machine_facts, probe
 from gputrain.hw.runtime import Runtime, apply, is_out_of_memory, release_memory, synchronize
@@ -116,7 +117,7 @@ def real_step(resident: ResidentStep, items: int) -> Callable[[], None]:
 
     def step() -> None:
         for group in groups:
-            resident.add_gradients(group, micro_batch)
+            gradients(resident.state, group, micro_batch, 1, resident.step)
 
     return step
 

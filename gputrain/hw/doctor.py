@@ -29,7 +29,6 @@ NEWEST_DRIVER = 580  # The driver to recommend: it runs every build.
 LITTLE_GPU_SHARE_FREE = 0.8  # Below this share, another program holds the GPU's memory.
 LITTLE_RAM_GB = 4.0
 LITTLE_SHARED_MEMORY_GB = 1.0  # Docker gives 64 MB by default.
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # Largest relative error due to rounding: about four units in the last place of each format. fp32 may be TF32.
 LARGEST_ERROR = {"bf16": 2e-2, "fp16": 2e-3, "fp32": 2e-3}
 REPAIR_TORCH = "update the driver, or install torch again in a new environment"
@@ -300,12 +299,13 @@ def try_product(machine: Machine, device: str, precision: str) -> Check:
     device cannot compute it."""
     import torch
 
+    from gputrain.hw.runtime import DTYPES
     from gputrain.hw.speed import product_flops_per_second
 
     dtype, generator = DTYPES[precision], torch.Generator().manual_seed(0)
     a, b = (torch.randn(256, 256, generator=generator) for _ in range(2))
-    product = (a.to(device, getattr(torch, dtype)) @ b.to(device, getattr(torch, dtype))).cpu()
-    rate = product_flops_per_second(torch.device(device), getattr(torch, dtype))
+    product = (a.to(device, dtype) @ b.to(device, dtype)).cpu()
+    rate = product_flops_per_second(torch.device(device), dtype)
     amount = f"{rate / 1e12:.1f} TFLOPS" if rate > 1e12 else f"{rate / 1e9:.0f} GFLOPS"
     found = f"{amount} in {precision}{_published(machine, precision, rate)}"
     return _verdict("matrix product", found, _relative_error(product, a.double() @ b.double()), precision, device)
@@ -324,13 +324,15 @@ def try_convolution(machine: Machine, device: str, precision: str) -> Check:
     """Compare a convolution and its gradients with float64. Raises RuntimeError if the device cannot compute them."""
     import torch
 
+    from gputrain.hw.runtime import DTYPES
+
     def computed(x_BCHW: Any, weight: Any) -> list[Any]:
         x_BCHW, weight = x_BCHW.requires_grad_(), weight.requires_grad_()
         y_BCHW = torch.nn.functional.conv2d(x_BCHW, weight, padding=1)
         gradients = torch.autograd.grad(y_BCHW.square().sum(), (x_BCHW, weight))
         return [tensor.detach().cpu() for tensor in (y_BCHW, *gradients)]
 
-    dtype, generator = getattr(torch, DTYPES[precision]), torch.Generator().manual_seed(0)
+    dtype, generator = DTYPES[precision], torch.Generator().manual_seed(0)
     x_BCHW = torch.randn(2, 16, 32, 32, generator=generator)
     weight = torch.randn(16, 16, 3, 3, generator=generator) / 12  # Results are about 1, within the range of fp16.
     mine = computed(x_BCHW.to(device, dtype), weight.to(device, dtype))

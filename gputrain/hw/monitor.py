@@ -140,17 +140,13 @@ class Monitor:
             return total_gb
         return torch.cuda.get_per_process_memory_fraction(self.device) * total_gb
 
-    def _with_reserved(self, reading: Reading) -> Reading:
-        """Add what torch's allocator holds at this moment. It counts by itself, without a call of CUDA."""
-        if self.device.type != "cuda":
-            return reading
-        return replace(reading, reserved_gb=torch.cuda.memory_reserved(self.device) / 1e9)
-
     def _watch(self) -> None:
         with _forgiving_nvml(), nullcontext() if self._look else nvml():
             look = self._look or read_gpu(str(torch.cuda.get_device_properties(self.device).uuid))
             while not self._stopped.is_set():
-                reading = self._with_reserved(look())
+                reading = look()
+                if self.device.type == "cuda":  # torch's allocator counts by itself, without a call of CUDA.
+                    reading = replace(reading, reserved_gb=torch.cuda.memory_reserved(self.device) / 1e9)
                 with self._lock:
                     self._readings.append(reading)
                     self._latest = [reading]

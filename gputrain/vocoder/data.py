@@ -3,7 +3,6 @@
 import logging
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,13 +48,10 @@ class VocoderTraining(TrainingData[TrainVocoder]):
     def of(cls, settings: TrainVocoder, sounds: VocoderData) -> "VocoderTraining":
         frames, seed = settings.data.frames_to_read, settings.schedule.seed
         crops = SoundCrops(sounds.store, sounds.parts.train, frames, seed)
-        return cls(sounds, crops, sounds.mixture(crops))
+        return cls(sounds, crops, sounds.split.mixture(crops.counts_of(sounds.split.counts)))
 
     def __len__(self) -> int:
         return len(self.mixture)
-
-    def digests(self) -> dict[str, Any]:
-        return digests(training=self.sounds.parts.train, held_out=self.sounds.parts.held_out)
 
     def begin(self, settings: TrainVocoder, run: Run, runtime: Runtime) -> TrainingStart[TrainVocoder]:
         log_training(settings, runtime, self.sounds)
@@ -67,7 +63,7 @@ class VocoderTraining(TrainingData[TrainVocoder]):
             log_start(self.weights.source, ", ".join(["generator", *self.weights.discriminators]))
         settings = with_warmup(settings, run, self.weights, len(self))
         self.sounds.split.log_shares(self.mixture, "crops")
-        return TrainingStart(settings, self.digests())
+        return TrainingStart(settings, digests(training=self.sounds.parts.train, held_out=self.sounds.parts.held_out))
 
     def stage(self, settings: TrainVocoder) -> StageData:
         return StageData(lambda: CROP_SECONDS)

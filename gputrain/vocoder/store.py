@@ -45,7 +45,6 @@ from gputrain.data_in.split import (
     MANIFEST,
     FolderItems,
     GivenFolders,
-    Mixture,
     Split,
     data_folders,
     split_folders,
@@ -249,10 +248,6 @@ class VocoderData:
     @property
     def voiced_share(self) -> float:
         return float((self.store.pitches() > 0).mean())
-
-    def mixture(self, crops: "SoundCrops") -> Mixture:
-        """Returns how the crops of the training clips are drawn from their folders."""
-        return self.split.mixture(crops.counts_of(self.split.counts))
 
 
 def open_sounds(given: GivenFolders, held_out_share: float = HELD_OUT_SHARE, held_out: int = 0) -> VocoderData:

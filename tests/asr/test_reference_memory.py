@@ -24,6 +24,7 @@ from gputrain.asr.data import facts_of
 from gputrain.asr.kind import AsrWork
 from gputrain.config import assemble
 from gputrain.engine.recipe import StepGroup
+from gputrain.engine.step import gradients
 from gputrain.hw.plan import Hardware, Plan, Setting, decide
 from gputrain.planner.kind_work import PlanTarget
 from gputrain.planner.memory.allocator import CachingAllocator
@@ -109,7 +110,7 @@ def first_micro_batch_gb(
         timeline.note("parameters", weights_of(recipe), batch_tensors(made.batch))
         (group,) = recipe.step_groups
         with timeline.watching(), nullcontext(group) if keeps_copies else copies_dropped(group) as running:
-            made.add_gradients(running, micro_batch)
+            gradients(made.state, running, micro_batch, 1, made.step)
     return timeline.peak(CachingAllocator())[0] / 1e9
 
 

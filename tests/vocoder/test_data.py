@@ -85,7 +85,7 @@ def test_several_folders_are_one_store_with_weights(store, tmp_path):
     assert sounds.store.crop(sounds.parts.held_out[0], 20, 10)[0][::HOP].tolist() == list(range(21, 31))
     assert len(sounds.store.pitches()) == 140 + 53
     crops = SoundCrops(sounds.store, sounds.parts.train, frames=5, seed=1)
-    mixture = sounds.mixture(crops)
+    mixture = sounds.split.mixture(crops.counts_of(sounds.split.counts))
     assert (mixture.counts, mixture.draws) == ((1 + 4 + 2, 1), (7, 2))
     drawn = pickle.loads(pickle.dumps(mixture.of(crops)))
     waves = [int(drawn[Sample(0, item)][0][0]) for item in range(len(drawn))]

@@ -187,7 +187,7 @@ def watch_step(
             timeline.note("gradients", (parameter.grad for parameter in group.parameters()))
             log.note_gradients(parameter.grad for parameter in group.parameters())
         with timeline.watching():
-            resident.add_gradients(group, micro_batch)
+            gradients(resident.state, group, micro_batch, 1, resident.step)
         timeline.note("gradients", (parameter.grad for parameter in group.parameters()))
         computed += log.drain()
         if target.model_name:  # What a recipe of ours leaves out of a step trains in another one.
@@ -242,9 +242,6 @@ class ResidentStep:
     def micro_batch(self, items: int) -> Batch:
         """Returns the first micro-batch of at most `items` items."""
         return self.recipe.split(self.batch, math.ceil(self.recipe.size(self.batch) / items))[0]
-
-    def add_gradients(self, group: StepGroup, micro_batch: Batch) -> None:
-        gradients(self.state, group, micro_batch, 1, self.step)
 
 
 def primes_from(least: int) -> Iterator[int]:

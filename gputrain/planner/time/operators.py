@@ -276,7 +276,7 @@ def _kernels(call: _Call, flops: float, bytes_of: Sizes) -> list[Operator]:
     if name.startswith("_fused_"):
         return [call.kernel(name, reads, writes, launches=_fused_launches(call.arguments[0]), fusible=False)]
     if name.startswith("_foreach"):
-        launches = foreach_launches(call.arguments[0]) * (2 if "norm" in name else 1)
+        launches = math.ceil(len(call.arguments[0]) / FOREACH_TENSORS) * (2 if "norm" in name else 1)
         return [call.kernel(name, reads, writes, launches=launches, fusible=False)]
     if name in WRITE_ONLY:
         reads = {}
@@ -412,10 +412,6 @@ def _tiles(rows: float, columns: int) -> tuple[float, float]:
     tile = min(TILE, max(LEAST_COLUMNS, 1 << (columns - 1).bit_length()))
     across = math.ceil(columns / tile)
     return rows / TILE * across, columns / (across * tile)
-
-
-def foreach_launches(tensors: Sequence[Tensor]) -> int:
-    return math.ceil(len(tensors) / FOREACH_TENSORS)
 
 
 def _fused_launches(parameters: Sequence[Tensor]) -> int:
