@@ -14,7 +14,6 @@ from typing import TypeAlias
 from gputrain.audio.prepare import RefusalReason
 from gputrain.data_in.preparation import RefusedItem
 from gputrain.errors import UserError
-from gputrain.formatting import counted
 from gputrain.speech.config import SpeechPrepareConfig, encoder_frames
 from gputrain.speech.store import Recording, SpeechClip, SpeechFormat, frame_count
 from gputrain.speech.text.frontend import RESERVED, Frontend, frontend, shortened
@@ -273,14 +272,14 @@ def vocabulary_findings(clips: Sequence[SpeechClip], counts: Mapping[str, int]) 
     """Yields what is odd about the symbols of the texts, with examples; `counts` are those of `symbol_counts`."""
     rare = [symbol for symbol, count in counts.items() if 0 < count < RARE and symbol not in SPECIAL]
     if rare:
-        words = {symbol: next(_words_with(symbol, clips), "") for symbol in rare[-MOST_NAMED:]}
+        spoken = [word for clip in clips for word in clip.normalized.split()]
+        words = {symbol: next((word for word in spoken if symbol in word), "") for symbol in rare[-MOST_NAMED:]}
         named = [f"{symbol} ({counts[symbol]}: {shortened(word, 30)!r})" for symbol, word in words.items()]
         more = f" and {len(rare) - MOST_NAMED} more" if len(rare) > MOST_NAMED else ""
         yield f"symbols that occur less than {RARE} times, too rarely to be learnt: {', '.join(named)}{more}"
-    of_all = [*script_findings(counts)]
     # Rules may have made one script of those of a text, as those of Uzbek do.
-    of_texts = [] if of_all else [found for clip in clips for found in script_findings(Counter(clip.text))]
-    yield from of_all or [f"{counted(len(of_texts), 'text has', 'texts have')} {found}" for found in of_texts[:1]]
+    mixed = [*script_findings(counts)] or [found for clip in clips for found in script_findings(Counter(clip.text))]
+    yield from mixed[:1]
     marks = [mark for mark in APOSTROPHES if mark in counts]
     # The standard Uzbek alphabet has two: ʻ is a part of letters, ʼ stands between them.
     if len(marks) > 1 and {*marks} != {"ʻ", "ʼ"}:
@@ -295,8 +294,7 @@ def script_findings(counts: Mapping[str, int]) -> Iterator[str]:
             scripts[script] += count
     if len(scripts) > 1 and not scripts.keys() <= ONE_WRITING:
         (main, _), *others = scripts.most_common()
-        foreign = {name: [symbol for symbol in counts if script_of(symbol) == name] for name, _ in others}
-        parts = [f"{' '.join(foreign[name][:MOST_NAMED])} ({name})" for name, _ in others]
+        parts = [f"{' '.join([s for s in counts if script_of(s) == name][:MOST_NAMED])} ({name})" for name, _ in others]
         yield f"letters of other scripts than {main}, which may only look alike: {', '.join(parts)}"
 
 
@@ -307,7 +305,3 @@ def lookalike_findings(counts: Mapping[str, int]) -> Iterator[str]:
     if pairs:
         named = [" and ".join(f"{char} (U+{ord(char):04X}, {counts[char]} times)" for char in pair) for pair in pairs]
         yield f"letters that look alike, perhaps one in two spellings: {'; '.join(named[:MOST_NAMED])}"
-
-
-def _words_with(symbol: str, clips: Iterable[SpeechClip]) -> Iterator[str]:
-    return (word for clip in clips if symbol in clip.normalized for word in clip.normalized.split() if symbol in word)
