@@ -24,8 +24,8 @@ from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 from gputrain import __version__
 from gputrain.hw.gpus import find_gpu
 from gputrain.planner.memory.fit import Fit, MemoryBudget, MemoryModel, budget_gb, fit
+from gputrain.planner.memory.torch_model import predict_training_memory
 from gputrain.planner.time.roofline import DeviceRates, StepCost
-from tests.planner.predictions import predict_training_memory
 
 # hidden size, layers, width of the feed-forward layers
 SIZES = {"300M": (1024, 24, 4096), "1B": (1280, 48, 5120)}

@@ -35,10 +35,9 @@ from gputrain.planner.memory.allocator import CachingAllocator
 from gputrain.planner.memory.fake_runtime import FunctionsOf, on_fake_tensors
 from gputrain.planner.memory.predict import MemoryEstimate
 from gputrain.planner.memory.timeline import MemoryTimeline
-from gputrain.planner.memory.torch_model import make_optimizers
+from gputrain.planner.memory.torch_model import make_optimizers, predict_training_memory
 from gputrain.planner.model_planner import ModelPlanner
 from gputrain.planner.time.roofline import DeviceRates, StepCost
-from tests.planner.predictions import predict_training_memory
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 RESULTS = Path(__file__).parent / "results"

@@ -29,8 +29,9 @@ from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import machine_facts, probe
 from gputrain.hw.runtime import Runtime, apply, is_out_of_memory, release_memory, synchronize
 from gputrain.planner.memory.predict import ResidentStep, allocate_gradients, predict_step
+from gputrain.planner.memory.torch_model import predict_training_memory
 from gputrain.planner.time.roofline import DeviceRates, KernelCost, busy_seconds
-from tests.planner.predictions import StepTotals, predict_training_memory
+from tests.planner.predictions import StepTotals
 from tests.planner.step_counts import of_recogniser, of_vae, of_vocoder, of_voice
 
 

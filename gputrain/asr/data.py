@@ -130,6 +130,7 @@ def synthetic_batch(settings: TrainAsr, sizes: UtteranceFacts) -> list[ClipBatch
 # --------------------------------------------------------------------------------------------- architecture and weights
 
 HEAD = "lm_head."
+NOT_IN_BASE = (HEAD, "lora_", "adapter_layer", "masked_spec_embed")  # Tensors that a model to start from may lack.
 ARCHITECTURE = "architecture.json"  # File in a run folder.
 # Fields of a configuration that describe a file and not the model.
 NO_ARCHITECTURE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
@@ -236,7 +237,7 @@ def init_weights(recipe: RecogniserRecipe, name: str, vocabulary: Vocabulary) ->
     own = recipe.model.state_dict()
     head = {key: tensor for key, tensor in weights.items() if key.startswith(HEAD)}
     taken = {key: tensor for key, tensor in weights.items() if key in own and key not in head}
-    missing = [key for key in own if key not in taken and not key.startswith(HEAD) and _is_of_base(key)]
+    missing = [key for key in own if key not in taken and not any(part in key for part in NOT_IN_BASE)]
     odd = [key for key, tensor in taken.items() if own[key].shape != tensor.shape]
     if odd:
         raise UserError(f"{name}: {odd[0]} has another shape than its configuration says")
@@ -249,11 +250,6 @@ def init_weights(recipe: RecogniserRecipe, name: str, vocabulary: Vocabulary) ->
         log.warning("%s: its head is not used, since no vocab.json names its symbols", name)
     if missing:
         log.warning("%s: reinitialised: %d tensors, such as %s", name, len(missing), missing[0])
-
-
-def _is_of_base(name: str) -> bool:
-    """Returns True for tensors that a model to initialise from has: those that are neither adapters nor the mask."""
-    return not any(part in name for part in ("lora_", "adapter_layer", "masked_spec_embed"))
 
 
 @torch.no_grad()

@@ -84,11 +84,6 @@ def measure_row(row: BenchRow, child: Sequence[str], minutes: float) -> BenchRes
     return BenchResult(label, row.settings, **answered)
 
 
-def model_child(kind: str) -> tuple[str, ...]:
-    """Returns the command of the child process that measures a row of this kind of model."""
-    return (sys.executable, "-m", "gputrain.bench.step_bench", kind)
-
-
 def _last_line(output: bytes | None) -> str:
     lines = (output or b"").decode(errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -73,7 +73,7 @@ def run_bench(work: KindWork[Any], settings: Any) -> tuple[BenchReport, Path]:
     written = runner.run_rows(
         report,
         bench_rows(work, settings),
-        runner.model_child(work.kind),
+        (sys.executable, "-m", "gputrain.bench.step_bench", work.kind),
         minutes=settings.bench.row_minutes,
         folder=settings.saving.output_dir,
         name=f"bench_{work.kind}",

@@ -133,7 +133,7 @@ def check_compatibility(settings: CheckCompatibility) -> None:
         tables.print_checks(report.checks)
         ui.out.print("\nSettings that suit this machine:")
         ui.out.print(f"  {report.command}", markup=False, soft_wrap=True)
-    if not report.can_train:
+    if any(check.status == "failed" for check in report.checks):
         raise typer.Exit(1)
 
 

@@ -225,7 +225,7 @@ def received_batches(iterator: Iterator[AnyBatch], workers: Sequence[BaseProcess
             too_slow = "DataLoader timed out" in str(error)
             if workers and not too_slow:  # A worker has died; its exit code may arrive a moment later.
                 wait([worker.sentinel for worker in workers], timeout=LOOK_SECONDS)
-            code = failed_code(workers)
+            code = next((worker.exitcode for worker in workers if worker.exitcode), 0)
             lost = isinstance(error, (EOFError, ConnectionError)) or "exited unexpectedly" in str(error)
             if lost and not code:
                 raise WorkerDied(None) from None
@@ -244,11 +244,6 @@ def received_batches(iterator: Iterator[AnyBatch], workers: Sequence[BaseProcess
                 time.monotonic() - since,
                 ", ".join(str(worker.pid) for worker in workers),
             )
-
-
-def failed_code(workers: Iterable[BaseProcess]) -> int:
-    """Returns the exit code of the first worker that failed, or 0."""
-    return next((worker.exitcode for worker in workers if worker.exitcode), 0)
 
 
 @contextmanager

@@ -127,7 +127,7 @@ class StepGroup:
 class Recipe(Protocol):
     """A model to train, as the engine sees it."""
 
-    kind: str  # Kind of model: "vae", "vocoder", "tts".
+    kind: str  # Kind of model: "vae", "vocoder", "tts", "asr".
     unit: str  # What an item is, in the plural: "images".
     step_groups: list[StepGroup]
     modules: dict[str, nn.Module]  # What a checkpoint holds besides the optimizers.

@@ -63,10 +63,6 @@ class CompatibilityReport:
     plan: Plan
     command: str
 
-    @property
-    def can_train(self) -> bool:
-        return all(check.status != "failed" for check in self.checks)
-
     def to_json(self) -> dict[str, Any]:
         return {
             "checks": [vars(check) for check in self.checks],

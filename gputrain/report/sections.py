@@ -347,10 +347,6 @@ def transcript_table(by_step: ByStep, files: SampleFiles, budget: MediaBudget) -
     for number, read in enumerate(found[steps[-1]]):
         path = recordings.get(clip_caption(read.clip, read.text)) if number < PLAYED else None
         sound = budget.sound(path, "recording", with_spectrogram=False) if path else None
-        rows.append(TranscriptRow(read, _rates(read, steps, found), sound))
+        rates = [next((other.cer for other in found[step] if other.clip == read.clip), None) for step in steps]
+        rows.append(TranscriptRow(read, rates, sound))
     return TranscriptTable(steps[-1], steps, rows)
-
-
-def _rates(read: ReadText, steps: Sequence[int], found: dict[int, list[ReadText]]) -> list[float | None]:
-    """Returns the error rate of a clip at each step; None where it was not read."""
-    return [next((other.cer for other in found[step] if other.clip == read.clip), None) for step in steps]

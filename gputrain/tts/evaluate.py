@@ -248,7 +248,10 @@ class HeldOutClips:
         sentences = [
             text_of_sentence(sentence, reader, number % speakers) for number, sentence in enumerate(data.test_sentences)
         ]
-        self.texts = sentences[:most] or [text_of_clip(clip, reader) for clip in held_out[:most]]
+        self.texts = sentences[:most] or [
+            Text(reader.ids(clip.normalized), clip.speaker, clip_seed(clip), LONGEST_TEXT, clip.text, clip)
+            for clip in held_out[:most]
+        ]
 
     def sample(self, voice: Voice, device: torch.device) -> Report:
         return synthesise_samples(voice, self.texts, self.store, self.clips[0], device)
@@ -349,10 +352,6 @@ PATH, EVEN = 208, 128  # indices into the colour map
 def text_of_sentence(sentence: str, frontend: Frontend, speaker: int) -> Text:
     """Returns a sentence as a text to synthesise. Raises UserError if it has no symbol of the voice."""
     return Text(frontend.ids(frontend.normalize(sentence)), speaker, seed_of(sentence), LONGEST_TEXT, sentence)
-
-
-def text_of_clip(clip: SpeechClip, frontend: Frontend) -> Text:
-    return Text(frontend.ids(clip.normalized), clip.speaker, clip_seed(clip), LONGEST_TEXT, clip.text, clip)
 
 
 def synthesise_samples(

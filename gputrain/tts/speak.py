@@ -28,7 +28,7 @@ from torch import Tensor
 from gputrain.errors import UserError
 from gputrain.files import to_int16, writing
 from gputrain.hw.runtime import runtime_on
-from gputrain.speech.text.frontend import Frontend, shortened
+from gputrain.speech.text.frontend import shortened
 from gputrain.speech.text.lines import text_lines
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.config import Speak, SpeakingOptions
@@ -269,7 +269,8 @@ class Narrator:
         if new := sorted(frontend.lost(sentence, self.reported)):
             log.warning("the voice has no symbol for %s: left out", " ".join(map(repr, new)))
         self.reported |= {*new, *sentence}
-        if not self.told_digits and reads_digits(frontend, normalized):
+        # A language without rules leaves digits in the text.
+        if not (self.told_digits or frontend.espeak_voice) and any(char.isdecimal() for char in normalized):
             self.told_digits = True
             log.warning(
                 "the voice reads digits as letters, as in %r: write numbers in words, or prepare its data with "
@@ -280,11 +281,6 @@ class Narrator:
             log.warning("nothing to say in %r: left out", shortened(sentence))
             return []
         return frontend.ids(normalized)
-
-
-def reads_digits(frontend: Frontend, normalized: str) -> bool:
-    """Returns True if a normalised text has digits, which a language without rules leaves."""
-    return not frontend.espeak_voice and any(char.isdecimal() for char in normalized)
 
 
 @torch.no_grad()

@@ -201,10 +201,6 @@ class PictureLimits:
     min_size: int = advanced(default=32, help="Pictures with a shorter side, in pixels, are refused.", min=1)
     max_megapixels: float = advanced(default=200, help="Larger pictures are refused.", min=0.01)
 
-    @property
-    def max_pixels(self) -> int:
-        return int(self.max_megapixels * 1e6)
-
 
 @config(panel=PICTURES)
 class VaePrepareConfig(PictureLimits):

@@ -322,7 +322,7 @@ def _opened(path: Path, limits: PictureLimits) -> Iterator[tuple[Image.Image, Ti
 
 
 def _check_size(path: Path, limits: PictureLimits, width: int, height: int) -> None:
-    if width * height > limits.max_pixels:
+    if width * height > 1e6 * limits.max_megapixels:
         raise UnusablePicture(
             path, "huge", f"{width} x {height} pixels, the limit is {limits.max_megapixels:g} million"
         )

@@ -18,8 +18,7 @@ from gputrain.autoconfig.optimal import Planner, create_optimal_config
 from gputrain.autoconfig.settings import load_config
 from gputrain.errors import UserError
 from gputrain.hw.probe import Machine
-from gputrain.planner.memory.torch_model import measure_training_memory
-from tests.planner.predictions import predict_training_memory
+from gputrain.planner.memory.torch_model import measure_training_memory, predict_training_memory
 from tests.tables import each_row
 
 DEEP = 6

@@ -130,7 +130,12 @@ def test_rows_train_what_was_asked_for():
 def run_with(*words: object) -> tuple[str, list[tuple[str, TrainVocoder]]]:
     """Returns the title and the rows of `bench train-vocoder` with these words, none of which is measured."""
     seen: list[Any] = []
-    with mock.patch("gputrain.cli.app.print_bench", lambda kind, settings: seen.append(settings)):
+
+    def note(work: object, settings: Any) -> None:
+        seen.append(settings)
+        raise SystemExit(0)
+
+    with mock.patch("gputrain.bench.step_bench.run_bench", note):
         done = gputrain_here("bench", "train-vocoder", *words)
     assert done.returncode == 0, done.stderr
     (settings,) = seen

@@ -9,7 +9,7 @@ memory/test_predict.py alone.
 import pytest
 import torch
 
-from tests.planner.predictions import predict_training_memory
+from gputrain.planner.memory.torch_model import predict_training_memory
 
 pytestmark = pytest.mark.slow
 

@@ -22,7 +22,7 @@ from gputrain.hw.runtime import DTYPES, Runtime, release_memory
 from gputrain.planner.kind_work import PlanTarget
 from gputrain.planner.memory.allocator import PlainAllocator
 from gputrain.planner.memory.fake_runtime import FakeRuntime, Rules
-from gputrain.planner.memory.predict import MemoryEstimate, explained, watch_step
+from gputrain.planner.memory.predict import MemoryEstimate, explained, predict_step, watch_step
 from gputrain.planner.memory.timeline import MemoryTimeline
 from gputrain.planner.time.flops import OperatorMode
 from gputrain.samples import Report
@@ -43,6 +43,39 @@ OFF = {
     "mask_time_prob": 0.0,
     "mask_feature_prob": 0.0,
 }
+
+
+def predict_training_memory(
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    *,
+    precision: Precision = "bf16",
+    optimizer: Optimizer = "adamw",
+    checkpointing: bool = False,
+    gradients_resident: bool = True,
+    caching_allocator: bool = True,
+    expandable_segments: bool = False,
+    autocast_rules: Rules = "cuda",
+) -> MemoryEstimate:
+    """Returns the memory of an optimizer step: forward, backward of the scalar `loss(model, batch)`, and a fused step.
+
+    `precision` is that of autocast; `checkpointing` enables the gradient checkpointing of a transformers model.
+    `gradients_resident`: a micro-batch adds to existing gradients. `caching_allocator`: False for a CPU, which frees
+    memory at once; `autocast_rules`: the device whose kernels and rules of autocast are assumed. Raises UserError if
+    the model needs values to run, or has modules whose memory cannot be predicted.
+    """
+    refuse_unpredictable(model)
+    target = model_target(model, loss, lambda items: batch, precision, optimizer)
+    plan = replace(model_plan(autocast_rules), expandable_segments=Setting(expandable_segments, ""))
+    return predict_step(
+        target,
+        plan,
+        micro_batch_size=1,
+        checkpointing=checkpointing,
+        gradients_resident=gradients_resident,
+        caching_allocator=caching_allocator,
+    )
 
 
 def measure_training_memory(

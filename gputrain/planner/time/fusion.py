@@ -67,7 +67,9 @@ def _region_kernels(operators: Sequence[Operator], read_later: set[int]) -> list
     needed = read_later | {storage for operator in operators if not operator.fusible for storage in operator.reads}
     for index, operator in enumerate(operators):
         makers = {storage: made_by.get(storage) for storage in operator.reads}
-        ends = {s: m is not None and _ends_kernel(operators[m]) for s, m in makers.items()}
+        ends = {
+            s: m is not None and (not operators[m].fusible or _is_reduction(operators[m])) for s, m in makers.items()
+        }
         depth = max((level[m] + ends[s] for s, m in makers.items() if m is not None), default=0)
         found: dict[int, float] = {}
         for storage, size in operator.reads.items():
@@ -111,10 +113,6 @@ def _region_kernels(operators: Sequence[Operator], read_later: set[int]) -> list
 
 def _is_reduction(operator: Operator) -> bool:
     return operator.name in REDUCTIONS and not operator.of_rows
-
-
-def _ends_kernel(operator: Operator) -> bool:
-    return not operator.fusible or _is_reduction(operator)
 
 
 def _with_reductions(operators: Sequence[Operator]) -> list[Operator]:

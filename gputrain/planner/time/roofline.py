@@ -104,7 +104,11 @@ class StepCost:
         if items == self.items:
             return self.many
         if [kernel.name for kernel in self.one] != [kernel.name for kernel in self.many]:
-            return tuple(_scaled(kernel, items / self.items) for kernel in self.many)
+            share = items / self.items
+            return tuple(
+                replace(kernel, bytes=kernel.bytes * share, flops=kernel.flops * share, tiles=kernel.tiles * share)
+                for kernel in self.many
+            )
         share = (items - self.first) / (self.items - self.first)
         return tuple(_between(a, b, share) for a, b in zip(self.one, self.many, strict=True))
 
@@ -159,7 +163,3 @@ def _between(a: KernelCost, b: KernelCost, share: float) -> KernelCost:
 
     launches, moved, flops = at(a.launches, b.launches), at(a.bytes, b.bytes), at(a.flops, b.flops)
     return replace(a, launches=launches, bytes=moved, flops=flops, tiles=at(a.tiles, b.tiles))
-
-
-def _scaled(kernel: KernelCost, share: float) -> KernelCost:
-    return replace(kernel, bytes=kernel.bytes * share, flops=kernel.flops * share, tiles=kernel.tiles * share)

@@ -17,8 +17,9 @@ from gputrain.planner.memory.allocator import GRAIN, CachingAllocator
 from gputrain.planner.memory.fake_runtime import on_fake_tensors
 from gputrain.planner.memory.predict import predict_step
 from gputrain.planner.memory.timeline import MemoryTimeline
+from gputrain.planner.memory.torch_model import predict_training_memory
 from gputrain.planner.time.fusion import kernel_costs
-from tests.planner.predictions import StepTotals, predict_training_memory
+from tests.planner.predictions import StepTotals
 from tests.planner.step_counts import of_vae, plan_of
 
 MB = 2**20

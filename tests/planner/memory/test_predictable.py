@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from gputrain.autoconfig.optimal import create_optimal_config
 from gputrain.errors import UserError
 from gputrain.planner.memory.fake_runtime import on_fake_tensors
-from gputrain.planner.memory.torch_model import measure_training_memory
-from tests.planner.predictions import predict_training_memory
+from gputrain.planner.memory.torch_model import measure_training_memory, predict_training_memory
 
 
 class Wrapped(nn.Module):
