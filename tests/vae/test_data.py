@@ -352,13 +352,13 @@ def test_open_pictures_reads_sizes_and_names_what_it_refuses(tmp_path):
         "broken.jpg": "broken",
         "bomb.png": "huge",
     }
-    assert not pictures.shared
+    assert not pictures.split.parts.shared
 
 
 def test_single_picture_serves_as_both_and_says_so(tmp_path):
     saved(tmp_path / "a.png", noise(40, 40))
     pictures = open_pictures(tmp_path)
-    assert pictures.shared
+    assert pictures.split.parts.shared
     assert pictures.train == pictures.held_out
     assert len(pictures.train) == 1
 
