@@ -37,7 +37,9 @@ LARGEST_DIFFERENCE = 1e-3  # Tolerance between two libraries for log-probabiliti
 LEAST_LOG_PROB = -12.0  # Less probable symbols are compared as if they had this log-probability.
 COMPARED_CLIPS = 4
 OPSET = 17
-MOST_CHANGED = 0.01  # Rounding decides between symbols that are equally probable, so that a letter may differ.
+# Rounding decides between symbols that are equally probable, so that a letter may differ; int8 that changes more of the
+# characters is not recommended.
+MOST_CHANGED = 0.01
 LARGEST_PROTOBUF = 1_900_000_000  # Bytes; the weights of larger graphs are a file of their own.
 BLANK, SPACE = "<blk>", "▁"  # sherpa-onnx's names in tokens.txt
 Floats: TypeAlias = NDArray[np.float32]
@@ -307,10 +309,9 @@ def export_sherpa(
             pair = next((read, text) for read, text in zip(heard["model.onnx"], texts, strict=True) if read != text)
             raise RuntimeError(f"sherpa-onnx writes {pair[0]!r}, expected {pair[1]!r}")
         files = [folder / path.name for path in sorted(aside.iterdir())]
-    notes = [
-        "Use it: sherpa_onnx.OfflineRecognizer.from_omnilingual_asr_ctc("
-        f'"{folder / "model.int8.onnx"}", "{folder / "tokens.txt"}")'
-    ]
+    best, why = recommended(changed_int8 if any(texts) else None, data_path)
+    tokens = folder / "tokens.txt"
+    notes = [f'Use it: sherpa_onnx.OfflineRecognizer.from_omnilingual_asr_ctc("{folder / best}", "{tokens}")', why]
     made = exported(files, recogniser.source, "log-probability", difference, notes)
     if any(texts):
         made.figures["compared transcripts"] = f"{len(texts)}, of {sum(map(len, texts))} characters"
@@ -323,6 +324,17 @@ def export_sherpa(
             data_path or "synthetic speech",
         )
     return made
+
+
+def recommended(changed: float | None, data_path: Path | None) -> tuple[str, str]:
+    """Returns the name of the graph to use, and why: int8, unless it changes more than MOST_CHANGED of the characters,
+    or it is unknown (None) how many."""
+    share, most = f"{100 * (changed or 0):.3g} % of its characters differ", f"{100 * MOST_CHANGED:g} %"
+    if changed is not None and changed <= MOST_CHANGED:
+        return "model.int8.onnx", f"model.int8.onnx is the smaller one, and {share}, at most {most}"
+    why = "nothing tells what it changes" if changed is None else f"{share}, more than {most}"
+    other = "" if data_path else "; --data-path FOLDER compares your speech"
+    return "model.onnx", f"Not model.int8.onnx: {why}{other}"
 
 
 def changed_share(texts: Sequence[str], others: Sequence[str]) -> float:

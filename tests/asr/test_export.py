@@ -78,8 +78,34 @@ def test_a_recogniser_that_writes_nothing_is_compared_by_its_log_probabilities(
     made = export.export_sherpa(recogniser, tmp_path / "sherpa")
     assert "none, since the recogniser writes nothing" in str(made.figures["compared transcripts"])
     assert "characters that differ" not in made.figures
+    assert made.notes[1].startswith("Not model.int8.onnx: nothing tells what it changes; --data-path FOLDER")
     assert float(str(made.figures["largest difference of a log-probability"])) < export.LARGEST_DIFFERENCE
     assert "no transcript could be compared" in caplog.text
+
+
+def test_int8_is_recommended_where_it_changes_at_most_one_in_a_hundred_characters(tmp_path: Path) -> None:
+    """One model writes the same letter whatever it hears. Another has a large weight for a feature that is always zero:
+    nothing in fp32, but beside it all other weights of the matrix are zero in 8 bits."""
+    recogniser = load_recogniser(run_folder(tmp_path / "run"), CPU)
+    head, norm = recogniser.model.lm_head, recogniser.model.wav2vec2.encoder.layer_norm
+    with torch.no_grad():
+        norm.weight[0] = norm.bias[0] = 0
+        head.weight[:, 0] = 1e5
+    spoiled = export.export_sherpa(recogniser, tmp_path / "spoiled")
+    share = float(str(spoiled.figures["characters that differ"]).split()[-2])
+    assert share > 50
+    assert 'ctc("{}"'.format(tmp_path / "spoiled" / "model.onnx") in spoiled.notes[0]
+    assert spoiled.notes[1].startswith(f"Not model.int8.onnx: {share:g} % of its characters differ, more than 1 %")
+    with torch.no_grad():
+        head.weight.zero_()
+        head.bias[VOCABULARY.symbols.index("a")] = 100.0
+    same = export.export_sherpa(recogniser, tmp_path / "same")
+    assert same.figures["characters that differ"] == "0 %, with int8 0 %"
+    assert 'ctc("{}"'.format(tmp_path / "same" / "model.int8.onnx") in same.notes[0]
+    assert same.notes[1].endswith("0 % of its characters differ, at most 1 %")
+    assert [export.recommended(share, Path("data"))[0] for share in (0.0, 0.01, 0.0101, None)] == [
+        "model.int8.onnx", "model.int8.onnx", "model.onnx", "model.onnx"
+    ]  # fmt: skip
 
 
 def test_onnx_reads_raw_samples_of_any_length_and_number(tmp_path: Path) -> None:
