@@ -31,7 +31,7 @@ versions:  ## try the lowest and the newest dependencies with every Python at ha
 
 docs:  ## write the tables of options and keys from the code
 	$(PY) -m tests.cli.options_page
-	$(PY) -m tests.vocoder.keys_page
+	$(PY) -m tests.keys_page
 
 images:  ## make the pictures of docs/images again; needs tmux and Chromium
 	$(PY) docs/images/make.py

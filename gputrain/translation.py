@@ -127,7 +127,7 @@ def fixed_behaviour(
         return NoEffect(why, is_lost, is_ours=bool(values) and not is_lost)
 
     words = f"At {' or '.join(f'`{format_yaml_value(value)}`' for value in values)}: {why}" if values else why
-    because = "" if otherwise == why else f": {otherwise}"
+    because = "" if otherwise in ("", why) else f": {otherwise}"
     remark = f"Anything else is refused{because}." if values else ""
     remark += " A warning is logged." if is_lost else ""
     return Key(name, convert_value, words=words, remark=remark, values=tuple(values), fate="met", **facts)
@@ -140,7 +140,7 @@ def _equal(supported: object, value: object) -> bool:
 
 
 def format_yaml_value(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value) or '""'
 
 
 def read_keys(

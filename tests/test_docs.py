@@ -14,9 +14,9 @@ from gputrain.cli.options import settings_of
 from gputrain.config import assemble, leaves, to_yaml
 from gputrain.hw.gpus import known_gpus
 from gputrain.hw.plan import PRECISION_SWITCHES
-from gputrain.tts import coqui
-from gputrain.tts.config import SPELLINGS, TrainTts
+from gputrain.tts.config import TrainTts
 from gputrain.vae.config import TrainVae
+from tests import keys_page
 from tests.cli import options_page
 from tests.command import gputrain_here
 from tests.tables import each_row
@@ -244,20 +244,6 @@ def test_every_flag_in_readme_and_scripts_exists() -> None:
             assert known_as in known, flag
 
 
-def test_the_page_of_the_voice_lists_every_key_of_coquis_configurations() -> None:
-    page = (ROOT / "docs/voice.md").read_text(encoding="utf-8")
-    rows: dict[str, list[str]] = {}
-    for line in page.split("\n## 3. ")[1].split("\n## ")[0].splitlines():
-        if line.startswith("| `"):
-            cells = [cell.strip() for cell in line.strip("|").split("|")]
-            rows |= dict.fromkeys(re.findall(r"`(\w+)`", cells[0]), cells[1:])
-    for key, ours in SPELLINGS.items():
-        assert re.match(rf"`{ours}`", rows[key][0]), key
-    words = {"True": "true", "False": "false", "": "empty"}
-    for key in coqui.known_keys().values():
-        if key.is_ignored:
-            assert rows[key.name][0] == "any", key.name
-        elif key.values:
-            assert rows[key.name][0] == words.get(str(key.values[0]), str(key.values[0])), key.name
-        elif key.name not in leaves(TrainTts):
-            assert key.options[0] in rows[key.name][0], key.name
+def test_pages_of_other_programs_keys_are_current() -> None:
+    stale = [path.name for path, text in keys_page.pages().items() if path.read_text(encoding="utf-8") != text]
+    assert stale == [], "run `make docs`"

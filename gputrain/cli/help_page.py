@@ -48,6 +48,13 @@ class CommandPage(TyperCommand):
                 rows.append((leaf.panel, (names(leaf), described(leaf) if whole else clause(leaf))))
         write_panels(formatter, rows)
 
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write where all options stand."""
+        shows_some = SHOWS_ALL not in ctx.meta and any(option.name == "help_all" for option in self.params)
+        formatter.write(
+            f"\nAll options {'here: --help-all; ' if shows_some else ''}of every command: docs/options.md\n"
+        )
+
 
 def write_panels(formatter: Any, rows: Iterable[tuple[str, tuple[str, str] | None]]) -> None:
     """Write the rows of each panel, in the order of the panels' first rows."""

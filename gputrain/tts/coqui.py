@@ -28,7 +28,7 @@ def translate_coqui(content: dict[str, object], source: Path) -> dict[str, objec
         File(values, dict.fromkeys(values, source)),
         source,
         outcome,
-        page="docs/voice.md",
+        page="docs/coqui_keys.md",
         names=SPELLINGS,
         is_whole=written_by_coqui,
     )

@@ -85,6 +85,7 @@ def test_help_imports_nothing_that_takes_long():
     assert names <= set(page.stdout.split())
 
 
+PAGE_OF_OPTIONS = options_page.PAGE.relative_to(options_page.PAGE.parents[1]).as_posix()
 COMMON_OPTIONS = 40  # At most on each page of --help, --help itself included.
 
 
@@ -101,6 +102,10 @@ def test_help_has_at_most_forty_options_each_in_one_line_of_80_columns():
             assert {left for left, _ in listed} - {"--config", "--help", "--help-all"} == common, name
             assert len(listed) <= COMMON_OPTIONS, name
             assert max(map(len, page.splitlines())) <= 80, name
+            has_more = "--help-all" in {left for left, _ in listed}
+            for text in (page, whole) if has_more else (page,):
+                assert text.rstrip().endswith(PAGE_OF_OPTIONS), name
+            assert ("--help-all" in page.splitlines()[-1]) == has_more, name
             lines = page[page.index("\nOptions:") :].splitlines()
             assert not [line for line in lines if line.startswith("   ")], name  # No option has a second line.
             if any(leaf.level != "common" for leaf in known) or rare:

@@ -229,4 +229,4 @@ def test_a_near_miss_is_pointed_out_and_all_problems_are_listed_at_once(tmp_path
     problems = refusal({"pin_memory": False, "deterministic": True, "log_interval": 5, "log_every_steps": 6}, tmp_path)
     for name in ("pin_memory", "deterministic", "log_every_steps"):
         assert f"{name} is" in problems.message
-    assert problems.hint == "docs/voice.md explains each key"
+    assert problems.hint == "docs/coqui_keys.md explains each key"

@@ -11,7 +11,6 @@ from gputrain.errors import UserError
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.openvpi import PROFILES, known_keys, translate
 from tests.tables import each_row
-from tests.vocoder import keys_page
 
 STANDARD, FAST = PROFILES / "base_hifi_gpu.yaml", PROFILES / "base_hifi_rtx5090_optimized.yaml"
 ADAMW, MUON = "torch.optim.AdamW", "modules.optimizer.muon.Muon_AdamW"
@@ -418,9 +417,3 @@ def test_every_option_in_the_table_exists():
     for key in known_keys().values():
         assert set(key.options) <= known, key.name
     assert len(known_keys()) > 100
-
-
-def test_the_page_is_current():
-    assert keys_page.PAGE.read_text(encoding="utf-8") == keys_page.render_keys_page(), (
-        "run python -m tests.vocoder.keys_page"
-    )
