@@ -1,11 +1,12 @@
-"""Plans for fine-tuning Wav2Vec2 at the sizes of XLS-R on three cards, predicted on fake tensors, for docs/planning.md.
+"""Plans for fine-tuning Wav2Vec2 at the sizes of XLS-R on three cards, for docs/evidence/wav2vec2_scenarios.md.
 
     python -m benchmarks.asr_plans --output-dir benchmarks/results
 
 Needs transformers, no weights and no GPU. The model comes from a configuration; the waveform encoder is frozen, layer
 drop and SpecAugment are off (they choose by value), the loss is the mean of all log-probabilities in fp32, the
 optimizer fused AdamW, the precision 16 bit by CUDA's rules of autocast. Micro-batch and checkpointing are chosen by the
-time of a step that a roofline predicts (docs/planning.md). Prints the rows of the table. GB is 1e9 bytes.
+time of a step that a roofline predicts on fake tensors (docs/evidence/predicted_time.md). Prints the rows of the table.
+GB is 1e9 bytes.
 """
 
 import argparse
@@ -130,7 +131,7 @@ def step_in_parts(size: int, lines: dict[bool, MemoryModel], budget: MemoryBudge
 
 
 def table_row(row: dict[str, Any]) -> str:
-    """Returns the row of the table in docs/planning.md."""
+    """Returns the row of the table in docs/evidence/wav2vec2_scenarios.md."""
     parts, speed = "none", "- | - | -"
     if row["fits"]:
         parts = f"{row['micro_batch_size']} x {row['accumulation_steps']}"

@@ -1,4 +1,4 @@
-"""Plans of train-asr for the user's scenarios on three GPUs, predicted from the options alone, for docs/asr.md.
+"""Plans of train-asr for the user's scenarios on three GPUs, from the options alone, for docs/evidence/recognisers.md.
 
     python benchmarks/asr_train_plans.py [--output-dir benchmarks/results]
 
@@ -32,7 +32,7 @@ def plans() -> Iterator[CardPlan]:
 
 
 def table_row(plan: CardPlan) -> str:
-    """Returns the row of the table in docs/asr.md."""
+    """Returns the row of the table in docs/evidence/recognisers.md."""
     names, fit = plan.columns, plan.fit
     choice, speed = "does not fit | ", " | "
     if fit.fits:

@@ -1,4 +1,4 @@
-"""Predicts the memory of an image VAE step with the whole batch, with fake tensors: the table of docs/planning.md.
+"""Predicts the memory of a VAE step with the whole batch on fake tensors: the table of docs/evidence/vae_guide.md.
 
     python benchmarks/vae_memory.py
 

@@ -74,4 +74,4 @@ def test_the_committed_table_is_what_is_predicted_now(tmp_path, monkeypatch: pyt
         for what in ("seconds", "gb")
         if what in row and abs(row[what]["ratio"] - before[what]["ratio"]) > 0.01
     }
-    assert not changed  # If that is meant: python -m benchmarks.published, and the table of docs/planning.md.
+    assert not changed  # If that is meant: python -m benchmarks.published, and docs/evidence/published_times.md.

@@ -22,14 +22,15 @@ from tests.command import gputrain_here
 from tests.tables import each_row
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-LINKED = [*PAGES, ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*/*.md"), *(ROOT / "benchmarks").glob("*.md")]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINKED = [*PAGES, ROOT / "CHANGELOG.md", *(ROOT / "benchmarks").glob("*.md")]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # Configuration files that the documents name, with their content. They stand for files of the reader.
 FILES: dict[str, Callable[[], str]] = {
     "outputs/vae/config.yaml": lambda: to_yaml(assemble(TrainVae, {"data_path": "photos"})),
     "outputs/dilnoza/config.yaml": lambda: to_yaml(assemble(TrainTts, {"data_path": "data/dilnoza"})),
     "config.yaml": lambda: "epochs: 10\naudio:\n  sample_rate: 22050\n",  # A configuration of Coqui's.
+    "vocoder.yaml": lambda: (ROOT / "docs" / "sounds" / "vocoder.yaml").read_text(encoding="utf-8"),
 }
 # The tests and scripts that truly run each command, as FILE::FUNCTION, or a file that is no test.
 RUN_BY = {
@@ -169,12 +170,24 @@ def test_what_others_lack_is_shown_by_their_own_pages() -> None:
 
 
 @pytest.mark.slow  # It plans for three GPUs.
-def test_the_plan_of_the_front_page_is_what_the_command_prints() -> None:
-    (line,) = [line for line in commands_of(README) if line.startswith("gputrain plan ")]
-    shown = README.split("```text\n")[1].split("```")[0].rstrip().splitlines()
+@pytest.mark.parametrize("page", ["README.md", "docs/planning.md"])
+def test_the_first_plan_of_a_page_is_what_the_command_prints(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    line = next(line for line in commands_of(text) if line.startswith("gputrain plan "))
+    shown = text.split("```text\n")[1].split("```")[0].rstrip().splitlines()
     printed = gputrain_here(*shlex.split(line)[1:]).stdout.splitlines()
     assert len(shown) > 5
     assert [row for row in shown if row.rstrip() not in {row.rstrip() for row in printed}] == []
+
+
+def test_planning_is_short_and_evidence_begins_with_what_it_shows_and_how() -> None:
+    assert len((ROOT / "docs" / "planning.md").read_text(encoding="utf-8").split()) <= 1500
+    pages = sorted((ROOT / "docs" / "evidence").glob("*.md"))
+    assert len(pages) > 5
+    for path in pages:
+        begins = path.read_text(encoding="utf-8").split("\n\n")[1]
+        for needed in (r"This page \w+s", "[Dd]evice|CPU|card", r"torch \d|versions", r"[Cc]ommands?[^`]*`"):
+            assert re.search(needed, begins), f"{path.name}: {needed}"
 
 
 def test_the_front_page_counts_the_known_gpus() -> None:

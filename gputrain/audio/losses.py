@@ -159,7 +159,7 @@ class _GeneratedLosses(torch.autograd.Function):
 
 class DiscriminatorPasses(NamedTuple):
     """The passes of compiled discriminators, each compiled together with its losses. That of real waves through
-    convolutions is not: it would gain 2 % of a step, for a quarter of the seconds of compiling (docs/planning.md)."""
+    convolutions is not: it would gain 2 % of a step, for a quarter of the compiling (docs/evidence/h200.md)."""
 
     real: Callable[..., tuple[Tensor, list[Tensor]]]
     fake: Callable[..., Tensor]

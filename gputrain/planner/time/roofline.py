@@ -30,7 +30,7 @@ LEAST_SECONDS = 2e-6  # Time that the smallest kernel takes on a GPU.
 PRODUCT_SHARE = 0.8
 COPY_SHARE = 0.9
 # Bandwidth of the second-level cache relative to the memory's. Chosen once, on eight published times of an image VAE on
-# an RTX 4090 and 3090, on which 2 and 4 make little difference (docs/planning.md).
+# an RTX 4090 and 3090, on which 2 and 4 make little difference (docs/evidence/published_times.md).
 L2_SPEEDUP = 3.0
 MOST_WAVE_LOSS = 4.0  # A product of few tiles is divided along its inner dimension, so that it loses no more than this.
 

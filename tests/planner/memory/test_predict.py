@@ -144,7 +144,7 @@ def test_a_module_has_the_layout_of_the_plan():
 
 def test_a_convolution_has_the_workspace_of_its_conversions():
     """16 channels of 256 x 256 in fp16 to 16: at the peak the input, the result, and copies of both and of the weight.
-    Published peaks of a VAE on an RTX 4090 have exactly these (docs/planning.md)."""
+    Published peaks of a VAE on an RTX 4090 have exactly these (docs/evidence/published_times.md)."""
 
     def peak_mb(device, layout=torch.contiguous_format, dtype=torch.float16):
         timeline = MemoryTimeline.on(device)
