@@ -199,12 +199,16 @@ class Callbacks:
         end.stops = stops or end.is_last
 
     def begin(self) -> None:
-        """Evaluate before the first step, if the settings ask for it or there is something to compare with later. A run
-        that ended between saving a step and evaluating it is evaluated now."""
+        """Sample before the first step, and evaluate if the settings ask for it or there is something to compare with
+        later. A run that ended between saving a step and evaluating it is evaluated now."""
         loop, saving, progress = self.loop, self.loop.run.saving, self.loop.state.progress
         if progress.cooldown_end:
             log_cooldown(loop.steps, progress.step)
         eval_first = loop.run.starts_pretrained if saving.eval_first is None else saving.eval_first
+        if progress.step == 0:
+            with timed_part("first samples"):  # To compare those of later steps with.
+                self.reports.sample()
+                loop.run.group.wait_for_all()
         # A model that was trained before is evaluated first: otherwise nobody could say whether training it on helped.
         if progress.step == 0 and saving.evaluates and eval_first:
             with timed_part("first evaluation"):

@@ -97,7 +97,7 @@ def test_a_run_is_read_and_reports_error_rates(undisturbed):
 def test_transcripts_stand_next_to_their_references(store, tmp_path, monkeypatch):
     monkeypatch.setattr("gputrain.asr.evaluate.SHOWN_CLIPS", 2)
     train(tmp_path, store, num_steps=1)
-    (text,) = [file.read_text() for file in (tmp_path / "samples").glob("transcripts_*.txt")]
+    _, text = [path.read_text() for path in sorted((tmp_path / "samples").glob("transcripts_*.txt"))]  # Step 0 and 1.
     held_out = {clip.normalized for clip in open_speech(store, 0.2, kind="asr").parts.held_out}
     shown = [line.removeprefix("text: ") for line in text.splitlines() if line.startswith("text: ")]
     assert len(shown) == 2

@@ -13,9 +13,11 @@ import torch
 
 from gputrain.config import read_file
 from gputrain.engine import checkpoint, run_folder
+from gputrain.engine.callbacks.reports import Reports
 from gputrain.engine.schedule import Schedule
 from gputrain.errors import Stopped, UserError
 from gputrain.hw.plan import Setting
+from gputrain.samples import Report
 from tests.children import Child
 from tests.toy import BATCH, ToyRecipe, batches, cpu_runtime, quiet, train_toy, weights
 from tests.waiting import HANG_SECONDS, wait_until
@@ -45,6 +47,10 @@ def test_the_evaluation_before_the_first_step_can_be_left_out(tmp_path, caplog, 
 def assert_equal(a, b):
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def sampled(folder):
+    return sorted(int(path.stem.rsplit("_", 1)[1]) for path in (folder / "samples").glob("ramp_step_*.png"))
 
 
 def rows_of(folder):
@@ -199,10 +205,7 @@ def test_run_folder_holds_what_it_should(tmp_path):
     trained(tmp_path, 4, sample_every_steps=2)
     assert read_file(tmp_path / "config.yaml")["sample_every_steps"] == 2
     assert json.loads((tmp_path / "plan.json").read_text())["micro_batch"] == {"discriminators": 8, "generator": 8}
-    assert [p.name for p in sorted((tmp_path / "samples").iterdir())] == [
-        "ramp_step_00000002.png",
-        "ramp_step_00000004.png",
-    ]
+    assert sampled(tmp_path) == [0, 2, 4]
     assert list((tmp_path / "logs").iterdir())
     row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     for name in ("epoch", "seconds", "learning_rate", "speed/items_per_second", "data/wait_share", "memory/peak_gb"):
@@ -324,3 +327,31 @@ def test_the_measured_time_of_a_step_stands_beside_the_predicted_one(tmp_path, c
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert plan["prediction"] == prediction
     assert plan["measured"]["seconds_per_step"] == pytest.approx(taken[-1])
+
+
+class DrawingRecipe(ToyRecipe):
+    """A toy whose samples draw random numbers, as those of a voice do, and whose steps draw others, as dropout does."""
+
+    def sample(self):
+        torch.rand(1000)
+        return Report(pictures={"ramp": (255 * torch.rand(4, 4, 3)).to(torch.uint8)})
+
+    def generated(self, batch):
+        return super().generated(batch) * (1 + 0.1 * torch.rand((), dtype=self.dtype))
+
+
+def test_a_run_samples_before_its_first_step_once_and_goes_on_as_without_it(tmp_path, monkeypatch):
+    def drawn(name, steps, **saving):
+        recipe = DrawingRecipe(schedule(12, max_steps=steps))
+        train_toy(recipe, quiet(tmp_path / name, log_every_steps=1, sample_every_steps=0, **saving))
+        return weights(recipe)
+
+    sampling = drawn("sampling", 12)
+    assert sampled(tmp_path / "sampling") == [0, 12]  # Also with samples at no interval.
+    drawn("resumed", 6)
+    before = tmp_path / "resumed" / "samples" / "ramp_step_00000000.png"
+    before.unlink()
+    assert_equal(drawn("resumed", 12, resume_from="auto"), sampling)
+    assert sampled(tmp_path / "resumed") == [6, 12]  # A resumed run does not write it again.
+    monkeypatch.setattr(Reports, "sample", lambda reports: None)
+    assert_equal(drawn("without", 12), sampling)

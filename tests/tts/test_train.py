@@ -213,7 +213,7 @@ def test_the_run_folder(undisturbed):
 
 def test_samples_begin_after_the_epochs_asked_for(undisturbed):
     samples = undisturbed / "samples"
-    steps = (4, 6, 8)  # every second step; the first epoch ends with step 3
+    steps = (0, 4, 6, 8)  # Before the first step, then every second one; the first epoch ends with step 3.
     assert {path.name for path in samples.iterdir()} == {
         f"{name}_step_{step:08d}.{kind}"
         for step in steps

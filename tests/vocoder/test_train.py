@@ -184,8 +184,11 @@ def test_sounds_and_pictures_of_a_run(undisturbed):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     _, folder = undisturbed
-    recording, sample = sorted((folder / "samples").glob("*.wav"))
-    assert (recording.name, sample.name) == ("clip_1_reference.wav", "clip_1_step_00000020.wav")
+    recording, before, sample = sorted((folder / "samples").glob("*.wav"))
+    assert [path.name for path in (recording, before, sample)] == [
+        "clip_1_reference.wav", "clip_1_step_00000000.wav", "clip_1_step_00000020.wav",
+    ]  # fmt: skip
+    assert before.read_bytes() != sample.read_bytes()
     assert soundfile.info(recording).frames == 300 * HOP
     wave_T, rate_hz = soundfile.read(sample)
     assert rate_hz == RATE_HZ
@@ -195,7 +198,8 @@ def test_sounds_and_pictures_of_a_run(undisturbed):
         assert picture.mode == "RGB"
         assert picture.width >= 300
     board = EventAccumulator(str(folder / "logs")).Reload()
-    (played,) = board.Audio("samples/clip_1")
+    before, played = board.Audio("samples/clip_1")
+    assert before.step == 0
     assert (played.step, played.sample_rate, played.length_frames) == (20, RATE_HZ, 300 * HOP)
     assert "samples/spectrograms" in board.Tags()["images"]
     assert "samples/clip_1_reference" in board.Tags()["audio"]

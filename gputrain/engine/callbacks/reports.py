@@ -45,10 +45,14 @@ class Reports:
 
     def run(self, end: StepEnd) -> None:
         if "samples" in end.reports:
-            self._report("samples", self.loop.state.recipe.sample)
+            self.sample()
         if "eval" in end.reports:
             self.evaluate_step(end)
             self.loop.set_evaluation_due(False)
+
+    def sample(self) -> None:
+        """Write samples of the last completed step, or of the weights before the first one."""
+        self._report("samples", self.loop.state.recipe.sample)
 
     def evaluate_start(self) -> None:
         """Evaluate before the first step, so that the curves start there. This counts for nothing."""
