@@ -137,6 +137,14 @@ def test_the_index_links_every_page() -> None:
     assert pages - linked == set()
 
 
+def test_every_question_of_the_index_leads_to_a_heading() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    rows = [row.strip("| ").split(" | ") for row in index.split("\n## Questions\n")[1].split("\n## ")[0].splitlines()]
+    links = {row[0]: re.findall(r"\]\(([^)\s]+)\)", row[1]) for row in rows[3:] if len(row) > 1}
+    assert len(links) >= 20
+    assert [question for question, found in links.items() if not found or not all("#" in link for link in found)] == []
+
+
 def test_the_front_page_is_short_and_leads_with_the_users_job() -> None:
     assert len(README.splitlines()) <= 110
     assert re.findall(r"^#+ (.*)$", without_code(README), re.MULTILINE) == [
