@@ -27,36 +27,27 @@ DISTRIBUTIONS = {
     "pynvml": "nvidia-ml-py",
     "pyworld": "pyworld-prebuilt", "skimage": "scikit-image", "yaml": "pyyaml",
 }  # fmt: skip
-# The extra that installs a module which only some commands import. All other modules come with gputrain itself.
-EXTRAS = {
-    "accelerate": "transformers", "datasets": "datasets", "num2words": "numbers", "onnx": "onnx",
-    "onnxruntime": "onnx", "parselmouth": "f0", "pesq": "pesq", "pymorphy3": "russian", "rapidfuzz": "asr",
-    "sherpa_onnx": "onnx", "swift_f0": "swift-f0", "torch_fidelity": "fid", "torchvision": "fid", "transformers": "asr",
-}  # fmt: skip
 
 
-def missing_package(*modules: str, needed_by: str = "", extra: str = "", otherwise: str = "") -> UserError:
+def missing_package(*modules: str, needed_by: str = "", otherwise: str = "") -> UserError:
     """Return the error for packages that are not installed, by the names of their modules.
 
-    `needed_by` is what needs them. The hint names the extra that installs them, the given one or that of EXTRAS, and
-    then `otherwise`, what does without them.
+    `needed_by` is what needs them, `otherwise` what does without them. The hint installs them by their own names: an
+    extra of gputrain would have pip look for that name in an index, where it may be anyone's.
     """
     names = [_distribution(module) for module in modules]
-    extras = [extra] if extra else list(dict.fromkeys(EXTRAS[module] for module in modules if module in EXTRAS))
-    wanted = [] if extra else [_distribution(module) for module in modules if module not in EXTRAS]
-    wanted += [f'"gputrain[{",".join(extras)}]"'] if extras else []
     is_missing = f"the package {names[0]} is" if len(names) == 1 else f"the packages {', '.join(names)} are"
     message = f"{needed_by}: {is_missing} not installed" if needed_by else f"{is_missing} not installed"
-    return UserError(message, hint=_either(f"pip install {' '.join(wanted)}", otherwise))
+    return UserError(message, hint=_either(f"pip install {' '.join(names)}", otherwise))
 
 
-def require(*modules: str, needed_by: str = "", extra: str = "", otherwise: str = "") -> None:
+def require(*modules: str, needed_by: str = "", otherwise: str = "") -> None:
     """Raise UserError, as `missing_package` words it, unless all modules are installed. Imports none of them.
 
     Commands call it at their start, so that no work is lost where a module is imported at their end.
     """
     if missing := [module for module in modules if not is_installed(module)]:
-        raise missing_package(*missing, needed_by=needed_by, extra=extra, otherwise=otherwise)
+        raise missing_package(*missing, needed_by=needed_by, otherwise=otherwise)
 
 
 def is_installed(module: str) -> bool:
@@ -64,9 +55,9 @@ def is_installed(module: str) -> bool:
     return sys.modules.get(module) is not None or find_spec(module) is not None
 
 
-def import_package(module: str, *, needed_by: str = "", extra: str = "", otherwise: str = "") -> Any:
-    """Import a module, or raise UserError if its package is not installed or does not work on this machine."""
-    require(module, needed_by=needed_by, extra=extra, otherwise=otherwise)
+def import_package(module: str, *beside: str, needed_by: str = "", otherwise: str = "") -> Any:
+    """Import a module, or raise UserError if its package, or one `beside` it, is missing or does not work here."""
+    require(module, *beside, needed_by=needed_by, otherwise=otherwise)
     try:
         return import_module(module)
     except (ImportError, OSError, RuntimeError) as error:

@@ -10,7 +10,6 @@ from torch import nn
 
 from gputrain.errors import (
     DISTRIBUTIONS,
-    EXTRAS,
     UserError,
     first_line,
     import_package,
@@ -48,27 +47,20 @@ def test_the_first_line_says_what_is_wrong():
 @each_row(
     (("soxr",), {}, "the package soxr is not installed", "pip install soxr"),
     (("skimage",), {}, "the package scikit-image is not installed", "pip install scikit-image"),
-    (("transformers",), {}, "the package transformers is not installed", 'pip install "gputrain[asr]"'),
     (
-        ("transformers",),
-        {"extra": "transformers"},
-        "the package transformers is not installed",
-        'pip install "gputrain[transformers]"',
-    ),
-    (
-        ("rapidfuzz", "onnx", "onnxruntime", "soxr"),
+        ("rapidfuzz", "swift_f0", "soxr"),
         {},
-        "the packages rapidfuzz, onnx, onnxruntime, soxr are not installed",
-        'pip install soxr "gputrain[asr,onnx]"',
+        "the packages rapidfuzz, swift-f0, soxr are not installed",
+        "pip install rapidfuzz swift-f0 soxr",
     ),
     (
         ("torch_fidelity",),
         {"needed_by": "rfid", "otherwise": "leave --rfid out"},
         "rfid: the package torch-fidelity is not installed",
-        'pip install "gputrain[fid]", or leave --rfid out',
+        "pip install torch-fidelity, or leave --rfid out",
     ),
 )
-def test_a_missing_package_is_named_with_its_extra(modules, options, message, hint):
+def test_a_missing_package_is_named_with_how_to_install_it(modules, options, message, hint):
     error = missing_package(*modules, **options)
     assert (error.message, error.hint) == (message, hint)
 
@@ -98,6 +90,8 @@ def test_missing_and_broken_packages_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "whole_package", None)
     with pytest.raises(UserError, match="the package whole-package is not installed"):
         import_package("whole_package")
+    with pytest.raises(UserError, match="the package beside-it is not installed"):
+        import_package("json", "beside_it")
 
 
 def requirements(of: str) -> set[str]:
@@ -108,19 +102,20 @@ def requirements(of: str) -> set[str]:
     return {re.split(r"[>=;\[ ]", one)[0] for one in ast.literal_eval(found[1])}
 
 
-def test_every_module_of_an_extra_is_known_and_every_other_one_comes_along():
-    base = requirements("dependencies")
-    for module, extra in EXTRAS.items():
-        name = DISTRIBUTIONS.get(module, module.replace("_", "-"))
-        assert name not in base, f"{name} comes along, and is no extra"
-        assert name in requirements(extra) or module == "torchvision", (module, extra)  # torch-fidelity brings it.
+def test_every_imported_package_is_a_dependency_or_one_of_an_extra():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    section = text.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    extras = re.findall(r"^([\w-]+) = \[", section, re.MULTILINE)
+    base, optional = requirements("dependencies"), set().union(*map(requirements, {*extras} - {"all", "dev"}))
+    assert {"asr", "onnx", "f0", "fid"} <= {*extras}
+    assert not base & optional
     imported = set()
     for path in (ROOT / "gputrain").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
             imported |= {name.partition(".")[0] for name in names}
-    with_datasets = {"pyarrow", "tqdm"}  # The library datasets brings them, and is imported before them.
-    others = imported - sys.stdlib_module_names - EXTRAS.keys() - {"gputrain", "triton", "tomli"} - with_datasets
+    brought = {"pyarrow", "tqdm", "torchvision", "piper"}
+    others = imported - sys.stdlib_module_names - {"gputrain", "triton", "tomli"} - brought
     distributions = {DISTRIBUTIONS.get(module, module.replace("_", "-")) for module in others}
-    assert distributions <= base, distributions - base
+    assert distributions <= base | optional, distributions - base - optional

@@ -354,7 +354,7 @@ def restorer_of_random(device: torch.device) -> Callable[[], None]:
 def memory_callback() -> Any:
     """Returns a TrainerCallback that watches and logs the device's memory. Raises UserError without transformers."""
 
-    class MemoryCallback(import_package("transformers", extra="transformers").TrainerCallback):  # type: ignore[misc]
+    class MemoryCallback(import_package("transformers", "accelerate").TrainerCallback):  # type: ignore[misc]
         """Logs figures of the memory with those of the trainer, and warns where it is short, once between two logs."""
 
         watches_memory = True

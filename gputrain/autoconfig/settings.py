@@ -63,7 +63,7 @@ class OptimalConfig:
         takes whole batches of clips of similar lengths, and divides them into micro-batches itself. Raises UserError if
         transformers is not installed.
         """
-        accepted = inspect.signature(import_package("transformers", extra="transformers").TrainingArguments).parameters
+        accepted = inspect.signature(import_package("transformers", "accelerate").TrainingArguments).parameters
         arguments: dict[str, Any] = {
             "per_device_train_batch_size": self.target_batch_size // self.gpus
             if by_length

@@ -153,8 +153,8 @@ def print_plans(kind: ModelKind, settings: Any) -> None:
     require(*kind.packages)
     from gputrain.planner.model_planner import plan_cards
 
-    with ui.err.status("running a step on fake tensors"):
-        plans = plan_cards(kind.work(), settings)
+    with ui.err.status("running a step on fake tensors") as status:
+        plans = plan_cards(kind.work(), settings, status.update)
     if settings.cards.json:
         ui.out.print_json(json.dumps([plan.to_json() for plan in plans]))
     else:

@@ -1,6 +1,6 @@
 """Prints figures, checks, benchmarks, plans and reports on data as tables on stdout."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from gputrain.cli.ui import err, escape, one_line, out
@@ -49,7 +49,8 @@ MOST_COLUMNS = 4  # Up to this many cards have a column each; more have a row ea
 
 
 def print_plans(plans: Sequence["CardPlan"]) -> None:
-    """Print a column for every card, or a row if there are many; then the reasons, or what would make it fit."""
+    """Print a column for every card, or a row if there are many; then the reasons, or what would make it fit, each once
+    below the names of all cards that it is said of."""
     many = len(plans) > MOST_COLUMNS
     columns = [{"": plan.gpu, **_plan_column(plan, parts=not many)} for plan in plans]
     names = list(dict.fromkeys(name for column in columns for name in column))
@@ -60,21 +61,33 @@ def print_plans(plans: Sequence["CardPlan"]) -> None:
     for row in rows:
         line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         out.print(escape(f"  {line}".rstrip()), soft_wrap=True)
+    gpus_of: dict[tuple[bool, str], list[str]] = {}
     for plan in plans:
-        named = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in plan.columns.items())
-        title = escape(f"{plan.gpu}: {named}")
-        if not plan.fit.fits:
-            out.print(f"\n[bold red]{title} does not fit[/]")
-            for remedy in plan.remedies:
-                out.print(f"  {escape(remedy)}", soft_wrap=True)
-        elif not many:
-            out.print(f"\n[bold]{title}[/]")
-            for name, setting in plan.plan.settings.items():
-                if plan.elsewhere and name in OF_PROCESSORS:
-                    continue
-                if len(plans) == 1 or name in ("precision", "compile", "cuda_graphs", *plan.fit.settings):
-                    cost = f" (costs {setting.cost})" if setting.cost else ""
-                    out.print(f"  {name}: {_shown(setting.value)}: {escape(setting.reason + cost)}", soft_wrap=True)
+        for line in _notes(plan, brief=many, every=len(plans) == 1):
+            gpus_of.setdefault((plan.fit.fits, line), []).append(plan.gpu)
+    sections: dict[tuple[bool, tuple[str, ...]], list[str]] = {}
+    for (fits, line), gpus in gpus_of.items():
+        sections.setdefault((fits, tuple(gpus)), []).append(line)
+    named = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in plans[0].columns.items())
+    for (fits, names_of_gpus), lines in sorted(sections.items(), key=lambda section: -len(section[0][1])):
+        title = escape(f"{', '.join(names_of_gpus)}: {named}")
+        out.print(f"\n[bold]{title}[/]" if fits else f"\n[bold red]{title} does not fit[/]", soft_wrap=True)
+        for line in lines:
+            out.print(f"  {escape(line)}", soft_wrap=True)
+
+
+def _notes(plan: "CardPlan", *, brief: bool, every: bool) -> Iterator[str]:
+    """Yield what would make a plan fit, or unless `brief` the reasons of its settings, with `every` those of all."""
+    if plan.torch_build:
+        yield f"torch: the default build has no code for this GPU; {plan.torch_build} has"
+    if not plan.fit.fits:
+        yield from plan.remedies or ["no known GPU has enough memory"]
+    settings = plan.plan.settings if plan.fit.fits and not brief else {}
+    for name, setting in settings.items():
+        hidden = plan.elsewhere and name in OF_PROCESSORS
+        if not hidden and (every or name in ("precision", "compile", "cuda_graphs", *plan.fit.settings)):
+            cost = f" (costs {setting.cost})" if setting.cost else ""
+            yield f"{name}: {_shown(setting.value)}: {setting.reason}{cost}"
 
 
 def _plan_column(plan: "CardPlan", *, parts: bool) -> dict[str, str]:

@@ -60,7 +60,21 @@ class PipeConsole(Console):
 
     def status(self, status: RenderableType, **options: Any) -> Status:
         """Show a text while something works, with a spinner that every encoding has."""
-        return super().status(status, **{"spinner": "line", **options})
+        return LineStatus(status, console=self, **{"spinner": "line", **options})
+
+
+class LineStatus(Status):
+    """A text beside a spinner on a terminal, and elsewhere a line at an update every half minute."""
+
+    def start(self) -> None:
+        super().start()
+        self.line_at = time.monotonic() + LINE_SECONDS
+
+    def update(self, status: RenderableType | None = None, **options: Any) -> None:
+        super().update(status, **options)
+        if status and not self.console.is_terminal and time.monotonic() >= self.line_at:
+            self.line_at = time.monotonic() + LINE_SECONDS
+            self.console.print(status, soft_wrap=True)
 
 
 class Escaped:

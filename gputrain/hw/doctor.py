@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from gputrain.config import config, opt
 from gputrain.errors import UserError, first_line
+from gputrain.hw.driver import torch_for
 from gputrain.hw.gpus import find_gpu
 from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import Machine, probe
@@ -187,7 +188,9 @@ def numbers(version: str) -> tuple[int, ...]:
 
 def _setup(machine: Machine) -> str:
     """Return the command that installs the build of torch for driver and GPUs."""
-    return f"{'setup_windows.bat' if machine.system == 'Windows' else './setup.sh'} --torch auto"
+    script = "setup_windows.bat" if machine.system == "Windows" else "./setup.sh"
+    needs_build = machine.gpu and not machine.has_kernels
+    return (torch_for(machine.compute_capability, script) if needs_build else "") or f"{script} --torch auto"
 
 
 def _gpu_remedy(machine: Machine, *, newer_driver: bool = False) -> str:

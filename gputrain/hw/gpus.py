@@ -16,9 +16,10 @@ from gputrain.hw.probe import Machine
 # Words that drivers, shops or users add to a name and that do not distinguish GPUs.
 EMPTY_WORDS = {"nvidia", "geforce", "tesla", "generation", "blackwell", "workstation", "edition"}
 EMPTY_WORDS |= {"gpu", "with", "design", "ac", "sxm", *(f"sxm{number}" for number in range(2, 7))}
-EMPTY_WORDS |= {"hbm2", "hbm2e", "hbm3", "hbm3e", "dgxs", "grid", "lite", "hash", "rate"}
+EMPTY_WORDS |= {"hbm2", "hbm2e", "hbm3", "hbm3e", "dgxs", "grid", "lite", "hash", "rate", "colab", "kaggle"}
 GRACE_GB = 480  # Memory of the processor, in the names of the superchips.
 SERIES = ("rtx", "gtx", "gt", "quadro")  # Users leave them out.
+TIMES = re.compile(r"(?<!\S)([1-9]\d?) ?[x×] ?(?=\w)|(?<=[\d\s])[x×] ?([1-9]\d?)$", re.IGNORECASE)  # "2x T4", "T4 x2".
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,12 @@ def find_gpu(name: str) -> Gpu:
     raise UserError(f"unknown GPU {name!r}", hint=hint)
 
 
+def count_gpus(name: str) -> tuple[str, int]:
+    """Return the name of one GPU, and how many of it a name such as "T4 x2" or "8x H100" means."""
+    found = TIMES.search(name.strip())
+    return (TIMES.sub("", name.strip()), int(found[1] or found[2])) if found else (name, 1)
+
+
 def smallest_gpu(memory_gb: float) -> Gpu | None:
     """Return the known GPU with the least memory that is enough, the fastest of its size; laptops' are left out."""
     cards = [card for card in known_gpus().values() if "Laptop" not in card.name and "Max-Q" not in card.name]
@@ -131,7 +138,7 @@ def _read(name: str) -> tuple[str, float | None]:
     kept: list[str] = []
     size = None
     name = re.sub(r"\b(\d+)(?: gb|g)\b|(?<=-)(\d+)[qc]\b", r"\1\2gb", name.lower())  # 24Q: a virtual GPU.
-    name = re.sub(r"\bmobile\b", "laptop", name)
+    name = re.sub(r"\bmobile\b", "laptop", name.replace("kaggle p100", "p100 pcie 16gb"))
     for dash, word, unit in re.findall(r"(-?)([a-z0-9]+?)(gb|(?![a-z0-9]))", name):
         # A number alone is a model (RTX 4090). After a dash it is a size (a100-40), unless it is too long (rtx-4090).
         if word.isdecimal() and kept and (unit or (dash and len(word) <= 3)):

@@ -76,7 +76,7 @@ NOT_PLANNED = ("Evaluation", "Run folder")  # Panels of options that change neit
 class Cards:
     """Selects the GPUs that a plan is for; default: the GPU of this machine."""
 
-    gpu: tuple[str, ...] = opt(default=(), help="GPUs, such as rtx5090 or a100-40; may be repeated.")
+    gpu: tuple[str, ...] = opt(default=(), help="GPUs, such as rtx5090, a100-40 or 'T4 x2'; may be repeated.")
     all_gpus: bool = opt(default=False, help="Plan for every known GPU.")
     vram_gb: tuple[float, ...] = opt(default=(), help="Memory of unnamed GPUs to plan for, in GB.", min=1)
     gpus: int = opt(default=1, help="Equal GPUs that share each batch.", min=1)

@@ -28,7 +28,8 @@ from gputrain import caches
 from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule, check_finish
 from gputrain.engine.stop import seconds_to_finish
 from gputrain.errors import UserError
-from gputrain.hw.gpus import Gpu, find_gpu, known_gpus, smallest_gpu
+from gputrain.hw.driver import torch_for
+from gputrain.hw.gpus import Gpu, count_gpus, find_gpu, known_gpus, smallest_gpu
 from gputrain.hw.plan import MOST_GRAPHED_PARTS, Cards, Hardware, Plan, Setting
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.runtime import Runtime
@@ -56,6 +57,7 @@ class ModelPlanner(Generic[S]):
 
     work: KindWork[S]
     keeps: bool = False
+    doing: Callable[[str], object] = lambda what: None  # Receives which GPU is being planned.
     known: dict[object, Callable[[bool], MemoryModel]] = field(default_factory=dict)
     known_least_gb: dict[object, float] = field(default_factory=dict)  # Memory of a step of one item.
 
@@ -145,9 +147,10 @@ class ModelPlanner(Generic[S]):
     ) -> list["CardPlan"]:
         """Returns the plan of a training for every target GPU. `columns` name the training in a table. `items` of the
         training set; None: unknown, unless `cards` says it."""
-        plans = []
+        plans, targets = [], target_machines(cards)
         check_finish(settings.schedule)
-        for target in target_machines(cards):
+        for number, target in enumerate(targets, 1):
+            self.doing(f"planning {number} of {len(targets)}: {target.name}")
             switches = self.work.decide(target.machine, settings.hardware)
             on_gpu = switches.device.value == "cuda"
             if target.gpu and not on_gpu:  # As in the configuration of a run on a CPU.
@@ -167,14 +170,17 @@ class ModelPlanner(Generic[S]):
             seconds, batch = found.predicted_seconds_per_step, settings.schedule.global_batch_size
             time = PredictedTime(seconds, batch, known(seconds, compiling), target.price_per_hour, compiling)
             elsewhere = target.gpu is not None
-            plans.append(CardPlan(target.name, memory_gb, columns, plan, found, remedies, time, elsewhere))
+            torch_build = torch_for(target.gpu.compute_capability) if target.gpu else ""
+            plans.append(CardPlan(target.name, memory_gb, columns, plan, found, remedies, time, elsewhere, torch_build))
         return plans
 
 
-def plan_cards(work: KindWork[S], settings: Any) -> list["CardPlan"]:
-    """Returns the plans for every GPU that the options of `plan` ask for."""
+def plan_cards(
+    work: KindWork[S], settings: Any, doing: Callable[[str], object] = lambda what: None
+) -> list["CardPlan"]:
+    """Returns the plans for every GPU that the options of `plan` ask for. `doing` receives which one is planned."""
     planned = work.planned(settings)
-    planner = ModelPlanner(planned.work, keeps=True)
+    planner = ModelPlanner(planned.work, keeps=True, doing=doing)
     return planner.card_plans(settings.cards, planned.settings, planned.columns, planned.items)
 
 
@@ -223,6 +229,7 @@ class CardPlan:
     remedies: list[str]  # Sentences on what helps if it does not fit.
     time: PredictedTime
     elsewhere: bool = False  # The GPU is in another machine, of whose processor nothing is known.
+    torch_build: str = ""  # How to install a build of torch with code for the GPU, if the default one has none.
 
     def to_json(self) -> dict[str, Any]:
         figures = self.fit.to_json()
@@ -237,6 +244,7 @@ class CardPlan:
             "reasons": {name: setting.reason for name, setting in self.plan.settings.items()},
             "settings": {name: setting.value for name, setting in self.plan.settings.items()},
             "remedies": self.remedies,
+            "torch_build": self.torch_build,
         }
 
 
@@ -361,20 +369,19 @@ def published_rates(gpu: Gpu | str, plan: Plan) -> DeviceRates | None:
 
 def target_machines(cards: Cards) -> list[TargetMachine]:
     """Returns the requested GPUs in their order; without any, this machine. Raises UserError for an unknown name."""
-    machine = probe()
-    named, prices = [*map(find_gpu, cards.gpu), *map(unknown_gpu, cards.vram_gb)], cards.prices()
-    priced = dict(zip(named, prices, strict=False))  # Without a name, there is the price of this machine's GPU.
-    if cards.all_gpus:
-        everything = [*named[: len(cards.gpu)], *known_gpus().values(), *named[len(cards.gpu) :]]
-        priced = {gpu: priced.get(gpu, prices[0]) for gpu in everything}
-    together = replace(machine, gpus=cards.gpus)
-    times = f"{cards.gpus} x " if cards.gpus > 1 else ""
-    if not priced:
-        return [TargetMachine(times + (machine.gpu or "this CPU"), together, None, cards.gpus * prices[0])]
-    return [
-        TargetMachine(times + gpu.key, gpu.installed_in(together), gpu, cards.gpus * price)
-        for gpu, price in priced.items()
-    ]
+    machine, prices = probe(), cards.prices()
+    named: list[tuple[Gpu | None, int]] = [(find_gpu(name), count) for name, count in map(count_gpus, cards.gpu)]
+    unnamed = [(unknown_gpu(memory_gb), 1) for memory_gb in cards.vram_gb]
+    known = [(gpu, 1) for gpu in known_gpus().values()] if cards.all_gpus else []
+    priced = dict(zip([*named, *unnamed], prices, strict=False))
+    found = []
+    for gpu, count in list(dict.fromkeys([*named, *known, *unnamed])) or [(None, 1)]:
+        together = replace(machine, gpus=count * cards.gpus)
+        times = f"{together.gpus} x " if together.gpus > 1 else ""
+        name = times + (gpu.key if gpu else machine.gpu or "this CPU")
+        price = together.gpus * priced.get((gpu, count), prices[0])
+        found.append(TargetMachine(name, gpu.installed_in(together) if gpu else together, gpu, price))
+    return found
 
 
 def unknown_gpu(memory_gb: float) -> Gpu:

@@ -176,7 +176,7 @@ def test_a_package_that_is_not_installed_is_named_with_how_to_get_it(monkeypatch
     monkeypatch.setitem(sys.modules, MODULES[method], None)
     if method == "swift-f0":
         _swift_model.cache_clear()
-    package = {"parselmouth": '"gputrain[f0]"', "pyworld": "pyworld-prebuilt", "swift-f0": '"gputrain[swift-f0]"'}
+    package = {"parselmouth": "praat-parselmouth", "pyworld": "pyworld-prebuilt", "swift-f0": "swift-f0"}
     for call in (lambda: f0(np.ones(16000, np.float32), 16000, 160, method), lambda: require_tracker(method)):
         with pytest.raises(UserError, match=f"f0 by {method}: the package .* is not installed") as error:
             call()

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -171,7 +172,7 @@ def test_a_plan_that_does_not_fit_is_3_with_strict(monkeypatch, fits, strict, co
     plans = [
         SimpleNamespace(fit=SimpleNamespace(fits=one), to_json=dict, elsewhere=False, time=time) for one in (True, fits)
     ]
-    monkeypatch.setattr("gputrain.planner.model_planner.plan_cards", lambda work, settings: plans)
+    monkeypatch.setattr("gputrain.planner.model_planner.plan_cards", lambda work, settings, doing: plans)
     words = ["--strict"] if strict else []
     assert gputrain_here("plan", "train-vae", "--gpu", "t4", "--json", *words).returncode == code
 
@@ -202,6 +203,30 @@ def test_without_a_terminal_a_line_tells_the_progress_every_half_minute(monkeypa
         "preparing: 3/20, 30 s, 2 min 50 s left", "preparing: 6/20, 1 min, 2 min 20 s left",
         "preparing: 9/20, 1 min 30 s, 1 min 50 s left",
     ]  # fmt: skip
+
+
+def test_a_plan_says_which_card_it_plans_and_each_reason_once(monkeypatch):
+    small = ["plan", "train-vae", "--preset", "fast", "--channels", "32,32", "--image-size", 32, "--batch-size", 2]
+    gpus = ["--gpu", "rtx4090,2x rtx3060,p100,v100"]
+    monkeypatch.setattr(ui, "LINE_SECONDS", 0.0)
+    few = gputrain_here(*small, *gpus)
+    assert few.stderr.splitlines() == [
+        "planning 1 of 4: rtx4090", "planning 2 of 4: 2 x rtx3060", "planning 3 of 4: p100", "planning 4 of 4: v100-16"
+    ]  # fmt: skip
+    lines = few.stdout.splitlines()
+    assert "rtx4090, 2 x rtx3060, p100, v100-16: image size 32, batch size 2" in lines
+    reasons = [line for line in lines if re.match(r"  [a-z_]+: ", line)]
+    assert len(reasons) == len(set(reasons)) > 5
+    assert sum(line.startswith("  precision: bf16") for line in reasons) == 1
+    (build,) = (line for line in reasons if line.startswith("  torch: the default build has no code"))
+    assert "./setup.sh --torch cu126" in build
+    assert lines[lines.index(build) - 1].startswith("p100, v100-16: ")
+    monkeypatch.setattr(ui, "LINE_SECONDS", math.inf)
+    done = gputrain_here(*small, *gpus, "--gpu", "l4")
+    assert done.stderr == ""
+    many = done.stdout.splitlines()
+    assert [line for line in many if line.startswith("  torch: ")] == [build]
+    assert not any(line.startswith("  precision: ") for line in many)
 
 
 def test_a_bar_is_drawn_on_terminals_only(monkeypatch):

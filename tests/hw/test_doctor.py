@@ -40,7 +40,7 @@ VERDICTS = {
         "cpu": ("note", "2 cores, few", "gputrain prepare-data"),
     },
     "gtx1080_cu130": {
-        "torch": ("failed", "has no code for compute capability 6.1", "./setup.sh --torch auto;"),
+        "torch": ("failed", "has no code for compute capability 6.1", "./setup.sh --torch cu126, or in your own"),
     },
     "no_driver": {
         "driver": ("note", "none", "for an NVIDIA card, install driver 580 or later"),
@@ -218,6 +218,9 @@ def test_shared_memory(free_gb, status):
 def test_windows_has_its_own_script():
     machine = recorded("cpu_build", system="Windows")
     assert line(machine, "torch").remedy.startswith("setup_windows.bat --torch auto;")
+    assert line(recorded("gtx1080_cu130", system="Windows"), "torch").remedy.startswith(
+        "setup_windows.bat --torch cu126, or"
+    )
 
 
 def test_numbers_of_versions():

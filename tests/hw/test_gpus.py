@@ -7,7 +7,7 @@ import pytest
 
 from gputrain.errors import UserError
 from gputrain.hw import gpus
-from gputrain.hw.gpus import find_gpu, known_gpus
+from gputrain.hw.gpus import count_gpus, find_gpu, known_gpus
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from tests.tables import each_row
@@ -160,9 +160,36 @@ def test_the_rtx_4090_and_the_t4_by_precision():
     ("NVIDIA GeForce RTX 3060 Lite Hash Rate", "rtx3060"),
     ("RTX 4090 Mobile", "rtx4090laptop"),
     ("NVIDIA GeForce RTX 3050 6GB Laptop GPU", "rtx3050laptop-6"),
+    ("Colab T4", "t4"),
+    ("Colab A100", "a100-40"),
+    ("Kaggle P100", "p100pcie-16"),
 )
 def test_names(name, key):
     assert find_gpu(name).key == key
+
+
+@each_row(
+    ("T4 x2", "t4", 2),
+    ("2x T4", "t4", 2),
+    ("2 x t4", "t4", 2),  # As a plan names them.
+    ("Kaggle GPU T4 x2", "t4", 2),
+    ("Kaggle 2x T4", "t4", 2),
+    ("t4x2", "t4", 2),
+    ("8xH100", "h100", 8),
+    ("a100-80 ×4", "a100-80", 4),
+    ("RTX 4090 X 16", "rtx4090", 16),
+    ("Colab L4", "l4", 1),
+    ("TITAN X (Pascal)", "titanxpascal", 1),
+)
+def test_names_may_say_how_many(name, key, count):
+    one, found = count_gpus(name)
+    assert (find_gpu(one).key, found) == (key, count)
+
+
+def test_the_names_of_all_cards_mean_one_card():
+    for gpu in known_gpus().values():
+        assert count_gpus(gpu.key) == (gpu.key, 1)
+        assert count_gpus(gpu.name) == (gpu.name, 1)
 
 
 @each_row(

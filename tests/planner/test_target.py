@@ -14,9 +14,17 @@ from tests.tables import each_row
     ({"gpu": ("t4", "l4")}, {"t4": 0.0, "l4": 0.0}),
     ({"gpu": ("t4",), "vram_gb": (16.0,), "price_per_hour": (0.3, 0.4)}, {"t4": 0.3, "16 GB": 0.4}),
     ({"gpu": ("l4",), "gpus": 4, "price_per_hour": (0.75,)}, {"4 x l4": 3.0}),
+    ({"gpu": ("T4 x2", "t4"), "price_per_hour": (0.3, 0.4)}, {"2 x t4": 0.6, "t4": 0.4}),
+    ({"gpu": ("2x L4",), "gpus": 2, "vram_gb": (16.0,)}, {"4 x l4": 0.0, "2 x 16 GB": 0.0}),
 )
 def test_every_gpu_has_its_price(options, prices):
     assert {one.name: one.price_per_hour for one in target_machines(Cards(**options))} == prices
+
+
+def test_a_count_in_a_name_is_that_of_the_gpus_that_share_the_batch():
+    found = target_machines(Cards(gpu=("Kaggle T4 x2", "Colab L4")))
+    assert [(one.machine.gpus, one.machine.gpu) for one in found] == [(2, "Tesla T4"), (1, "NVIDIA L4")]
+    assert [one.machine.gpus for one in target_machines(Cards(gpus=3))] == [3]
 
 
 def test_one_price_is_that_of_every_known_gpu():

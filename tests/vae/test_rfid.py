@@ -119,10 +119,11 @@ def test_file_and_extra_are_asked_for(tmp_path: Path) -> None:
     assert "gputrain fetch inception-fid" in caught.value.hint
     torch.save({"fc.bias": torch.zeros(1008)}, file)
     missing = [name for name in ("torch_fidelity", "torchvision") if importlib.util.find_spec(name) is None]
+    names = " ".join(missing).replace("_", "-")
     expected = "not installed" if missing else "not Inception's weights|cannot be imported"
     with pytest.raises(UserError, match=expected) as caught:
         evaluate_pictures(tmp_path, tmp_path, options)
-    assert not missing or caught.value.hint == 'pip install "gputrain[fid]", or leave --rfid-weights out'
+    assert not missing or caught.value.hint == f"pip install {names}, or leave --rfid-weights out"
 
 
 def torch_fidelity_works() -> bool:

@@ -1,8 +1,8 @@
 """Rules that a raw text goes through before those of its language, equally for all languages: the words of a user's
 lexicon and numbers are written out.
 
-Numbers of languages without rules of this package are written by num2words, which is under the LGPL and therefore an
-extra: pip install "gputrain[numbers]".
+Numbers of languages without rules of this package are written by num2words, which is under the LGPL and therefore not
+a dependency: pip install num2words.
 """
 
 import re

@@ -70,4 +70,4 @@ def test_unknown_languages_and_the_missing_package_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "num2words", None)
     with pytest.raises(UserError, match="numbers in words for 'de': the package num2words is not installed") as failure:
         with_number_words("5", "de")
-    assert "gputrain[numbers]" in str(failure.value.hint)
+    assert "pip install num2words" in str(failure.value.hint)
