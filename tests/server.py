@@ -9,6 +9,7 @@ with serving() as server:
 
 import contextlib
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ class Answer:
     cut_after: int | None = None  # The connection ends after so many bytes of the body.
     stated_length: int | None = None  # A false Content-Length.
     is_chunked: bool = False  # No length is stated.
+    delay: float = 0.0  # Seconds before it begins.
     block: int = 1 << 20  # Bytes that are sent at once,
     pause: float = 0.0  # and the seconds between them.
 
@@ -97,6 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.log.append(asked)
         file = self.server.files.get(path) or ServedFile(b"no such file", always=Answer(404))
         answer = file.answers.pop(0) if file.answers else file.always
+        threading.Event().wait(answer.delay)  # Tests that try again have no time.sleep.
         self.answer(asked, file, answer)
 
     do_HEAD = do_GET
@@ -154,3 +157,14 @@ def serving() -> Iterator[WebServer]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextlib.contextmanager
+def silent_server(*, accepts: bool) -> Iterator[str]:
+    """Give the address of a server that never says anything, and takes connections or lets them wait."""
+    with socket.create_server(("127.0.0.1", 0), backlog=50 if accepts else 0) as server, contextlib.ExitStack() as held:
+        for _ in range(0 if accepts else 3):  # Those that wait fill the queue; what comes then is not even refused.
+            one = held.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(server.getsockname())
+        yield f"127.0.0.1:{server.getsockname()[1]}"

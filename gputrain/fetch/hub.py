@@ -12,11 +12,14 @@ import logging
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPSConnection
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from gputrain.caches import say_once
 from gputrain.errors import UserError, first_line
@@ -33,6 +36,8 @@ ADAPTER = re.compile(rf"(?a:(?P<repo>\w[\w.-]*/\w[\w.-]*))/(?P<path>{ADAPTER_FIL
 # Beginnings of what people copy from a browser, and of fsspec's names.
 PREFIXES = re.compile(r"(?:https?:/{1,2}(?:www\.)?(?:huggingface\.co|hf\.co)/|hf:/{1,2})(?P<rest>.+)")
 NO_OWNERS = ("spaces", "collections", "papers", "docs", "blog", "api")  # Pages whose next part is no repository.
+PATIENCE = "HF_HUB_ETAG_TIMEOUT"  # The variable of huggingface_hub for slow networks: seconds that a server may take.
+CONNECT_SECONDS, ANSWER_SECONDS = 2.0, 10.0  # These without it, to take a connection and to answer.
 LOG_IN = "run `hf auth login`, or set HF_TOKEN"
 
 
@@ -184,17 +189,44 @@ def _is_intact(file: Path, digest: str) -> bool:
     return not digest or hashlib.sha1(b"blob %d\0" % file.stat().st_size + file.read_bytes()).hexdigest() == digest
 
 
+def refuse_silence(address: str) -> None:
+    """Raises ConnectionError if a server, or the proxy before it, leaves an attempt to connect without an answer, for
+    which a request would wait long, and for each of its addresses anew. Of other faults the request itself tells."""
+    url, seconds = urlsplit(address), float(os.environ.get(PATIENCE) or CONNECT_SECONDS)
+    proxies = {} if proxy_bypass(url.hostname or "") else getproxies()
+    proxy = proxies.get(url.scheme) or proxies.get("all", "")
+    through = urlsplit(proxy if "://" in proxy else f"http://{proxy}") if proxy else url
+    secures = url.scheme == "https" and through.scheme == ("http" if proxy else "https")
+    kind = HTTPSConnection if secures else HTTPConnection
+    connection = kind(through.hostname or "", through.port or (443 if through.scheme == "https" else 80))
+    if proxy and secures:
+        connection.set_tunnel(url.hostname or "", url.port or 443)
+
+    def connect() -> None:
+        with contextlib.suppress(Exception), contextlib.closing(connection):
+            connection.connect()
+
+    attempt = threading.Thread(target=connect, daemon=True)  # The look-up of a name has no time limit of its own.
+    attempt.start()
+    attempt.join(seconds)
+    if attempt.is_alive():
+        raise ConnectionError(f"no connection in {seconds:g} s")
+
+
 def open_repository(name: HubName) -> Repository:
     """Returns a repository at the commit that its revision has on the Hub; without network, at the one in the cache.
 
     Raises UserError if neither has it.
     """
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, constants, snapshot_download
 
     fault = None
     if not is_offline():
+        log.info("%s: asking %s for it", name, constants.ENDPOINT)
         try:
-            info: Any = HfApi().repo_info(**facts_of(name), files_metadata=True, timeout=30)
+            refuse_silence(constants.ENDPOINT)
+            patience = float(os.environ.get(PATIENCE) or ANSWER_SECONDS)
+            info: Any = HfApi().repo_info(**facts_of(name), files_metadata=True, timeout=patience)
             files = {
                 file.rfilename: file.lfs.sha256 if file.lfs else file.blob_id or "" for file in info.siblings or ()
             }
@@ -228,9 +260,9 @@ FAULTS: Faults = (
     ({"EACCES", "EPERM", "EROFS"}, "{cache} cannot be written ({reason})", "see to its rights; or {move}"),
     ({"SSLError"}, "the certificate of {server} cannot be verified: {reason}",
      "check the clock of this machine; SSL_CERT_FILE and REQUESTS_CA_BUNDLE name the certificates of a network"),
-    ({"ConnectionError", "ConnectError", "ConnectTimeout", "ProxyError"}, "{server} cannot be reached: {reason}",
+    ({"ConnectionError", "ConnectError", "ProxyError", "ReadTimeout"}, "{server} cannot be reached: {reason}",
      "check the network; behind a proxy, HTTPS_PROXY and NO_PROXY; HF_ENDPOINT names a mirror of the Hub; "
-     "HF_HUB_OFFLINE=1 uses what the cache has"),
+     f"{PATIENCE}=20 waits longer; or run `gputrain fetch {{what}}` on another machine and copy its {{cache}} here"),
     ({"ValueError"}, "what {server} sends is not what it should be: {reason}",
      "run the command again; a network may ask to log in by a browser, or a proxy or a mirror changes it{more}"),
     ({"Exception"}, "the connection to {server} broke off: {reason}", "run the command again{more}"),
@@ -264,7 +296,7 @@ def fault_of_download(
         status = status or getattr(answer, "status_code", 0)
         reason = first_line(getattr(inner, "strerror", None) or inner)
         inner = inner.__cause__ or (None if inner.__suppress_context__ else inner.__context__)
-    facts |= {"status": status, "reason": reason, "cache": cache, "move": move, "more": more}
+    facts |= {"what": what, "status": status, "reason": reason, "cache": cache, "move": move, "more": more}
     fault, hint = next(texts for kinds, *texts in (*faults, *FAULTS) if kinds & (signs | {status}))
     return UserError(f"{what}: {fault.format(**facts)}", hint=hint.format(**facts))
 

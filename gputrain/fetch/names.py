@@ -24,6 +24,7 @@ from urllib.parse import unquote, urlsplit
 from gputrain.caches import cache_folder
 from gputrain.config import ModelName, config, opt, read_file
 from gputrain.errors import UserError
+from gputrain.fetch import hub
 from gputrain.fetch.archives import content_of, stem_of, unpack
 from gputrain.fetch.hub import ADAPTER_FILE, PREFIXES, Faults, HubName, fault_of_download, is_offline, parse_hub_name
 from gputrain.fetch.published import fetch_model
@@ -116,6 +117,7 @@ def fetch_listed(entry: CatalogueEntry) -> Path:
     pooch.get_logger().setLevel(logging.ERROR)  # It would say the same again.
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
+        hub.refuse_silence(entry.url)
         with tempfile.TemporaryDirectory(dir=place.parent) as aside:
             store = pooch.create(aside, "", registry={name: digest}, urls={name: entry.url}, retry_if_failed=RETRIES)
             download = pooch.HTTPDownloader(progressbar=sys.stderr.isatty(), timeout=TIMEOUTS)

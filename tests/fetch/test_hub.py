@@ -13,7 +13,7 @@ from gputrain.errors import UserError
 from gputrain.fetch import hub as fetching
 from gputrain.fetch.hub import HubName, open_repository, parse_hub_name
 from tests.hub_server import GATED, NO_REPOSITORY, NO_REVISION, entry_of, etag_of, use_hub
-from tests.server import Answer
+from tests.server import Answer, silent_server
 from tests.tables import each_row
 
 LARGE = bytes(range(256)) * 4_000  # 1.024 MB
@@ -208,8 +208,36 @@ def test_without_a_connection_the_cache_is_used(hub, monkeypatch, caplog, tmp_pa
     assert fetched("ann/model", "a.bin") == {"a.bin": LARGE}
     with pytest.raises(UserError, match=r"ann/other: http://127\.0\.0\.1:9 cannot be reached") as raised:
         fetched("ann/other")
-    for word in ("HTTPS_PROXY", "HF_ENDPOINT", "HF_HUB_OFFLINE=1"):
-        assert word in raised.value.hint
+    for words in ("HTTPS_PROXY", "HF_ENDPOINT", "`gputrain fetch ann/other` on another machine and copy its /"):
+        assert words in raised.value.hint
+
+
+# "proxy": the server is a proxy before one that is not there.
+@each_row(("http", False), ("https", True), ("https", False), ("proxy", True), ("proxy", False))
+def test_silence_is_no_connection_after_two_seconds(monkeypatch, tmp_path, scheme, accepts):
+    """Each attempt to connect is given up long before the request would be."""
+    with silent_server(accepts=accepts) as place:
+        monkeypatch.setattr(fetching, "ANSWER_SECONDS", 5.0)
+        monkeypatch.setattr(fetching, "CONNECT_SECONDS", 0.2)
+        use_hub(monkeypatch, f"{scheme}://{place}" if scheme != "proxy" else "https://hub.invalid", tmp_path / "hf")
+        if scheme == "proxy":
+            monkeypatch.setenv("https_proxy", place)
+        with pytest.raises(UserError, match=r"ann/other: https?://.* cannot be reached: no connection in 0\.2 s"):
+            fetched("ann/other")
+        monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "0.1")
+        with pytest.raises(ConnectionError, match=r"no connection in 0\.1 s"):
+            fetching.refuse_silence(f"https://{place}")
+    monkeypatch.delenv("HF_HUB_ETAG_TIMEOUT")
+
+
+def test_a_slow_answer_is_waited_for(hub, monkeypatch):
+    hub.add("ann/model", {"a.bin": LARGE})
+    hub.server.files[INFO].always = Answer(delay=fetching.CONNECT_SECONDS + 0.1)
+    assert fetched("ann/model") == {"a.bin": LARGE}
+    monkeypatch.setattr(fetching, "ANSWER_SECONDS", 0.2)
+    hub.refuse("/api/models/ann/other/revision/main", Answer(delay=0.6))
+    with pytest.raises(UserError, match=r"ann/other: .* cannot be reached: .*timed out"):
+        fetched("ann/other")
 
 
 def test_offline_nothing_is_asked(hub, monkeypatch):

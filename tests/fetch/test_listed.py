@@ -3,15 +3,17 @@
 import hashlib
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pooch
 import pytest
 
 from gputrain.errors import UserError
+from gputrain.fetch import hub
 from gputrain.fetch.names import CatalogueEntry, fetch_listed
 from tests.fetch.test_archives import files_of, write_zip
-from tests.server import Answer, WebServer, serving
+from tests.server import Answer, WebServer, serving, silent_server
 from tests.tables import each_row
 
 CONTENT = bytes(range(256)) * 400
@@ -113,6 +115,14 @@ def test_offline(server, monkeypatch):
         fetch_listed(published(server))
     with pytest.raises(UserError, match="is not in the cache"):
         fetch_listed(published(server, "/2.pth"))
+
+
+def test_a_server_that_says_nothing(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "CONNECT_SECONDS", 0.2)
+    with silent_server(accepts=True) as place:
+        error = fails(replace(published(server), url=f"https://{place}/model.pth"), tmp_path)
+    assert error.message == f"a-model: {place} cannot be reached: no connection in 0.2 s"
+    assert "`gputrain fetch a-model` on another machine" in error.hint
 
 
 def test_a_cut_connection_is_tried_again(server):
