@@ -64,9 +64,9 @@ RUN_BY = {
 
 
 def commands_of(page: str) -> list[str]:
-    """Return the lines of fenced blocks that run gputrain, with continued lines joined."""
+    """Return the lines of fenced blocks that run gputrain, in a notebook after a `!`, with continued lines joined."""
     blocks = re.findall(r"^```\w*\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    lines = [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines = [line.strip().removeprefix("!") for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return [line for line in lines if line.startswith("gputrain ")]
 
 
@@ -86,6 +86,37 @@ def parsed(line: str) -> tuple[str, object]:
     context = command.make_context(" ".join(names), words)
     name = " ".join(names)
     return name, settings_of(options_page.commands(app)[name], context, dict(context.params))
+
+
+# A name that pip, uv or pipx would look for in an index, where gputrain is nobody's: no path, no wheel and no address.
+OF_AN_INDEX = re.compile(
+    r"(?:\bpip install|\bpipx (?:install|run)|\buv add|\buv tool (?:install|run)|\buvx)(?:[^`\n#]*[ \"'=]|\s+[\"']?)"
+    r"gputrain(?:\[[\w,-]+\])?(?:[=<>~!]=?[\d.*]+)?(?=[\"'`\s)]|$)(?! @ )"
+)
+
+
+@each_row(
+    ("pip install gputrain", True), ('pip install --upgrade "gputrain[all]"', True), ("`uvx gputrain demo`", True),
+    ("uv tool install --torch-backend auto gputrain", True), ('(`pip install\n"gputrain[f0]"`)', True),
+    ("pipx install 'gputrain==0.2'", True), ("pip install -r x gputrain[f0]", True),
+    ('pip install ".[all]"', False), ("pip install ./gputrain", False), ('%pip install -q "./gputrain[all]"', False),
+    ('pip install "gputrain[onnx] @ git+ADDRESS"', False), ('pip install "./gputrain-0.2.0-py3-none.whl[all]"', False),
+    ("pip install torch # for gputrain", False), ("pip install torch\ngputrain demo", False),
+    ("git clone ADDRESS gputrain", False), ("install gputrain as above", False),
+)  # fmt: skip
+def test_what_pip_would_look_for_in_an_index_is_seen(line: str, seen: bool) -> None:
+    assert bool(OF_AN_INDEX.search(line)) is seen
+
+
+def test_nothing_installs_gputrain_from_an_index() -> None:
+    """Anybody could register the name there. Whoever owns it one day changes this test with the documents."""
+    kinds = ("*.md", "*.py", "*.yaml", "*.ipynb", "*.sh", "*.toml", "Containerfile", "Makefile", "*.bat")
+    folders = (ROOT / name for name in ("docs", "examples", "gputrain", "benchmarks"))
+    files = [path for folder in folders for kind in kinds for path in folder.rglob(kind)]
+    files += [path for kind in (*kinds, ".ci/run") for path in ROOT.glob(kind)]
+    assert len(files) > 300
+    found = {str(path.relative_to(ROOT)): OF_AN_INDEX.findall(path.read_text(encoding="utf-8")) for path in files}
+    assert {name: lines for name, lines in found.items() if lines} == {}
 
 
 @pytest.fixture

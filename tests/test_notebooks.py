@@ -15,7 +15,9 @@ import pytest
 pytest.importorskip("nbclient", reason="the notebooks need nbclient and ipykernel, of the development tools")
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
+import nbformat  # noqa: E402
 import run_notebooks  # noqa: E402
+from IPython.core.inputtransformer2 import TransformerManager  # noqa: E402
 
 from gputrain.engine import checkpoint  # noqa: E402
 from gputrain.report.records import evaluated  # noqa: E402
@@ -79,7 +81,49 @@ def test_its_commands_are_understood_and_its_links_lead_somewhere(
     )  # fmt: skip
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page)) if "://" not in link]
     assert [link for link in links if not (EXAMPLES / link).exists()] == []
-    assert len(links) == 2
+    assert len(links) == 3
+
+
+INSTALLED = {"pip": "26.0", "piper_tts": "1.4.0", "torch": "2.11.0+cu128"}  # As on a machine of Colab.
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the interpreter under test is a shell script")
+@each_row(
+    ("first_vae", "notebooks", "", "gputrain @ file://{}/a%20checkout|diffusers|matplotlib"),
+    ("first_voice", "notebooks", "https://a.example/b", "gputrain[onnx] @ git+https://a.example/b|matplotlib"),
+    ("first_voice", "a checkout/examples", "https://a.example/b", "gputrain[onnx] @ file://{}/a%20checkout|matplotlib"),
+    ("first_vae", "cloned", "", "gputrain @ file://{}/cloned/gputrain|diffusers|matplotlib"),
+)
+def test_it_installs_from_a_checkout_or_an_address_and_keeps_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, place: str, address: str, wanted: str
+) -> None:
+    for checkout in ("a checkout", "cloned/gputrain"):
+        (tmp_path / checkout / "gputrain").mkdir(parents=True, exist_ok=True)
+        (tmp_path / checkout / "gputrain" / "kinds.py").touch()
+    for folder in ("notebooks", "a checkout/examples"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nprintf '%s|' \"$@\" >'{tmp_path}/log'\n")
+    python.chmod(0o755)
+    for package, version in INSTALLED.items():
+        (tmp_path / "site" / f"{package}-{version}.dist-info").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "site" / f"{package}-{version}.dist-info" / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
+        )
+    monkeypatch.chdir(tmp_path / place)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
+    parameters, install = texts_of(run_notebooks.read(PATHS[name]), "code")[:2]
+    names: dict[str, Any] = {}
+    exec(parameters, names)
+    assert names["ADDRESS"] == ""
+    if place == "notebooks" and not address:
+        with pytest.raises(RuntimeError, match="write the address of the repository"):
+            exec(install, dict(names))
+        monkeypatch.chdir(tmp_path / "a checkout")
+    exec(install, {**names, "ADDRESS": address})
+    line = f"-m|pip|install|--quiet|{wanted.format(tmp_path)}|torch==2.11.0+cu128|"
+    assert (tmp_path / "log").read_text() == line
 
 
 def test_a_command_that_fails_stops_the_notebook(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -125,6 +169,30 @@ def test_the_voice_learns_and_piper_speaks_with_it(tmp_path: Path, monkeypatch: 
         assert 0.3 < float(found[1]) < 10
     sounds = [output for output in outputs_of(notebook) if "<audio" in output.get("data", {}).get("text/html", "")]
     assert len(sounds) == 3
+
+
+@pytest.mark.slow
+def test_the_cells_for_colab_and_kaggle_train_and_show_the_report(tmp_path: Path) -> None:
+    from PIL import Image
+
+    page = (EXAMPLES.parent / "docs" / "colab_kaggle.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    for cell in cells:
+        compile(TransformerManager().transform_cell(cell), "cell", "exec")
+    (train,) = (cell for cell in cells if "training = " in cell)
+    (watch,) = (cell for cell in cells if "srcdoc" in cell)
+    for number in range(4):
+        Image.new("RGB", (64, 64), (60 * number, 90, 30)).save(tmp_path / f"{number}.png")
+    tiny = "--data-path . --preset fast --channels 8,8 --image-size 32 --batch-size 2 --num-epochs 0 --num-steps 4"
+    train, count = re.subn(r"--data-path \S+ (.*) --image-size \d+", rf"{tiny} --num-workers 0 \1", train)
+    assert count == 1
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in (train, watch)])
+    notebook.cells[1].source = watch.replace("time.sleep(60)", "time.sleep(0.5)")
+    run_notebooks.execute(notebook, tmp_path)
+    assert "4 steps" in (tmp_path / "training.log").read_text()
+    (shown,) = notebook.cells[1].outputs
+    assert shown.data["text/html"].startswith("<div><iframe srcdoc=")
+    assert "outputs/vae" in shown.data["text/html"]
 
 
 @pytest.mark.slow
