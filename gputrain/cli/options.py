@@ -177,7 +177,7 @@ def _config_option(settings: type, shipped: Path | None, translate: Translate | 
             context.default_map = {**(context.default_map or {}), **read_defaults(path, settings, translate)}
         return paths
 
-    help_text = f"File of options, or {', '.join(_names(shipped))}" if shipped else "YAML or JSON file of options"
+    help_text = f"A file, or {', '.join(_names(shipped))}" if shipped else "YAML or JSON file of options"
     option = typer.Option("--config", "-c", help=help_text, is_eager=True, callback=load)
     return parameter("config", list[Path], option, default=[])
 

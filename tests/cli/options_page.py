@@ -20,9 +20,9 @@ beats the file, of several files the last one, and the file the default. Flags m
 flag `--[no-]name` is switched off by `--no-name`. `--help` shows the common options of a command, `--help-all` all.
 
 `--config` finds files of the package by their names: `standard`, `ultra`, `high`, `fast` and `draft` of `train-vae`,
-`vits_rtx4090` of `train-tts`, and openvpi's `base_hifi_gpu` and `base_hifi_rtx5090_optimized` of `train-vocoder`, which
-also reads openvpi's own keys ([vocoder_keys.md](vocoder_keys.md)), as `train-tts` reads those of Coqui
-([coqui_keys.md](coqui_keys.md)). The configuration in a run folder names its kind of model in the key `kind`.
+`vits_rtx4090` of `train-tts`, and `tiny` and openvpi's `base_hifi_gpu` and `base_hifi_rtx5090_optimized` of
+`train-vocoder`, which also reads openvpi's own keys ([vocoder_keys.md](vocoder_keys.md)), as `train-tts` reads those of
+Coqui ([coqui_keys.md](coqui_keys.md)). The configuration in a run folder names its kind of model in the key `kind`.
 
 `--mixed-precision`, `--use-bf16` and `--enable-tf32`, each with a `--no-` form, set `--precision`
 ([precision.md](precision.md)). `bench train-NAME` has the options of `train-NAME` and its own.

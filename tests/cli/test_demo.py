@@ -1,6 +1,7 @@
 """The demos: the command line accepts each of their commands, and their last page shows what was measured."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from gputrain.tts.config import TrainTts
 from gputrain.vae import kind as vae
 from gputrain.vocoder import kind as vocoder
 from gputrain.vocoder.config import TrainVocoder
+from gputrain.vocoder.openvpi import PROFILES, translate
 from tests.tables import each_row
 
 
@@ -54,7 +56,10 @@ def test_the_vocoder_is_trained_on_what_was_prepared(tmp_path: Path) -> None:
         name: ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value for name, value in given.items()
     }
     flags = {name: value for name, value in joined.items() if value not in (None, "")}
-    settings = assemble(TrainVocoder, {**flags, **read_defaults(tmp_path / "small.yaml", TrainVocoder)})
+    files = PROFILES / "tiny.yaml", tmp_path / "small.yaml"
+    assert by_name["train-vocoder"]["config"] == [Path("tiny"), files[1]]
+    tiny, mel = (read_defaults(file, TrainVocoder, partial(translate, of="train")) for file in files)
+    settings = assemble(TrainVocoder, {**flags, **tiny, **mel})
     mel, prepared = settings.spectrogram.mel, by_name["prepare-data"]
     assert (mel.sampling_rate, mel.hop_size) == (prepared["audio_sample_rate"], prepared["hop_size"]) == (22050, 256)
     assert settings.data.data_path == (Path(str(prepared["output_dir"])),)
