@@ -14,6 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from gputrain.config import leaves
+from gputrain.hw.driver import torch_for
 from gputrain.vocoder.config import TrainVocoder
 from tests.tables import check_rows, each_row
 
@@ -160,6 +161,14 @@ def test_auto_picks_the_newest_build_that_driver_and_cards_run(
     plan = machine.plan()
     assert (plan["build"], plan["torch"]) == (build, torch)
     assert plan["index"] == f"https://download.pytorch.org/whl/{build}"
+
+
+def test_a_plan_names_the_build_that_setup_takes_for_a_card(machine: Machine) -> None:
+    for capability in ((6, 1), (7, 0), (7, 5), (9, 0), (12, 0)):
+        machine.put("nvidia-smi", nvidia_smi("13.0", ".".join(map(str, capability))))
+        plan, named = machine.plan(), torch_for(capability)
+        parts = (f"--torch {plan['build']}, ", f'"torch=={plan["torch"]}+{plan["build"]}"', plan["index"])
+        assert all(part in named for part in parts) if plan["build"] != "cu130" else named == ""
 
 
 def test_auto_reads_the_report_of_drivers_from_610_on(machine: Machine) -> None:

@@ -79,7 +79,7 @@ def print_plans(plans: Sequence["CardPlan"]) -> None:
 def _notes(plan: "CardPlan", *, brief: bool, every: bool) -> Iterator[str]:
     """Yield what would make a plan fit, or unless `brief` the reasons of its settings, with `every` those of all."""
     if plan.torch_build:
-        yield f"torch: the default build has no code for this GPU; {plan.torch_build} has"
+        yield f"torch: the default build has no code for this GPU; for one that has: {plan.torch_build}"
     if not plan.fit.fits:
         yield from plan.remedies or ["no known GPU has enough memory"]
     settings = plan.plan.settings if plan.fit.fits and not brief else {}

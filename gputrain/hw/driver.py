@@ -37,15 +37,12 @@ NO_DRIVER = Driver()
 # Torch's builds for CUDA 12.8 and later have no code for Pascal and Volta since 2.11; the one for 12.6 ends with 2.14.
 # https://github.com/pytorch/pytorch/issues/172352 and /190385
 OLDEST_CAPABILITY = (7, 5)
-FOR_OLDER_CARDS = ("2.13.0", "cu126")  # As in setup.sh.
 
 
 def torch_for(capability: tuple[int, int], setup: str = "./setup.sh") -> str:
     """Return how to install a build of torch with code for a GPU; "" if the default one has it. `setup`: the script."""
-    version, build = FOR_OLDER_CARDS
-    index = f"--index-url https://download.pytorch.org/whl/{build}"
-    by_pip = f'in your own environment pip install "torch=={version}+{build}" {index}'
-    return f"{setup} --torch {build}, or {by_pip}" if capability < OLDEST_CAPABILITY else ""
+    by_pip = 'pip install "torch==2.13.0+cu126" --index-url https://download.pytorch.org/whl/cu126'
+    return f"{setup} --torch cu126, or in your own environment {by_pip}" if capability < OLDEST_CAPABILITY else ""
 
 
 @functools.cache

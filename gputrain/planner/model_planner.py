@@ -379,8 +379,8 @@ def target_machines(cards: Cards) -> list[TargetMachine]:
         together = replace(machine, gpus=count * cards.gpus)
         times = f"{together.gpus} x " if together.gpus > 1 else ""
         name = times + (gpu.key if gpu else machine.gpu or "this CPU")
-        price = together.gpus * priced.get((gpu, count), prices[0])
-        found.append(TargetMachine(name, gpu.installed_in(together) if gpu else together, gpu, price))
+        there, price = gpu.installed_in(together) if gpu else together, priced.get((gpu, count), prices[0])
+        found.append(TargetMachine(name, there, gpu, together.gpus * price))
     return found
 
 
