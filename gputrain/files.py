@@ -5,7 +5,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -57,6 +57,27 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file atomically, also in case of a power failure. Raises OSError."""
+    replace_file(path, [text.encode()])
+
+
+def replace_file(path: Path, content: Iterable[bytes], *, is_synced: bool = True) -> None:
+    """Write a file atomically; if it `is_synced`, also in case of a power failure. Raises OSError."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.unlink(missing_ok=True)  # What another process has left there may be a link.
+        with partial.open("xb") as file:
+            file.writelines(content)
+            file.flush()
+            if is_synced:
+                os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 @contextmanager

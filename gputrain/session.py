@@ -107,7 +107,8 @@ def train_model(work: KindWork[S], settings: S, console: Console) -> None:
         check_finish(settings.schedule)
     with timed_part("hardware and run folder"):
         session = open_session(settings, work)
-    with discarded_if_refused(session.run):
+    beating = session.run.heartbeat.beating(session.run.folder) if session.run.group.leads else nullcontext()
+    with discarded_if_refused(session.run), beating:
         _train(session, work, with_finish_moment(settings, session.run), console)
 
 
@@ -115,7 +116,8 @@ def _train(session: Session[S], work: KindWork[S], settings: S, console: Console
     """Opens the data, plans the training, makes its model, and trains it."""
     runtime, progress, beyond_end = session.runtime, session.run.progress, session.run.continues_beyond_end
     check_finish(settings.schedule, progress, beyond_end=beyond_end)
-    with timed_part("data"):
+    beat = session.run.heartbeat
+    with timed_part("data"), beat.doing("reading data"):
         data = work.open_data(settings)
         start = data.begin(settings, session.run, runtime)
     session.planner = ModelPlanner(replace(work, sizes=data.sizes), keeps=True)
@@ -126,7 +128,8 @@ def _train(session: Session[S], work: KindWork[S], settings: S, console: Console
         data=start.digests,
         facts=start.facts,
     )
-    with timed_part("planning"), console.status("planning the training") if runtime.ranks.leads else nullcontext():
+    status = console.status("planning the training") if runtime.ranks.leads else nullcontext()
+    with timed_part("planning"), beat.doing("planning the training"), status:
         of_data = data.stage(start.settings)
         steps = steps_of_stage(
             start.settings.schedule, progress, len(data), beyond_end=beyond_end, step_items=of_data.step_items

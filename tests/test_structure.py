@@ -32,6 +32,7 @@ LAYERS = [
         "drawing",
         "files",
         "formatting",
+        "heartbeat",
         "samples",
         "serialization",
         "translation",

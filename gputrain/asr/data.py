@@ -20,9 +20,10 @@ from gputrain.asr.pretrained import is_pretrained, open_pretrained
 from gputrain.asr.recipe import RecogniserRecipe
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import load_weights, refuse_nonfinite
-from gputrain.engine.run_folder import Run, write_text
+from gputrain.engine.run_folder import Run
 from gputrain.errors import UserError
 from gputrain.fetch.names import local_path, refuse_graph
+from gputrain.files import write_text
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.kind_work import TrainingStart
 from gputrain.speech.buckets import Buckets, ClipBatch, ClipSize, Speech, buckets_of, open_speech

@@ -113,7 +113,7 @@ class MemoryCheck:
 
 @contextmanager
 def compiling(saver: Saver, metrics: Metrics) -> Iterator[Callable[[], None]]:
-    """Say in the terminal and in plan.json how many graphs of the first step are compiled, of as many as the last
+    """Say in the terminal and in heartbeat.json how many graphs of the first step are compiled, of as many as the last
     training of this kind had. Yields a function that ends this."""
     state, note = saver.state, cache_folder() / "compiled" / f"{saver.state.recipe.kind}_graphs"
     done, began, said, expected = 0, 0.0, -math.inf, 0
@@ -128,16 +128,15 @@ def compiling(saver: Saver, metrics: Metrics) -> Iterator[Callable[[], None]]:
         if done <= expected > 0:
             seconds = (now - began) / max(1, done) * (expected - done)
             of, rest = f" of {expected}", f", about {format_duration(seconds)} left" if done else ""
-        state.compiling = metrics.bar.last_line = f"compiling: {done}{of} graphs done{rest}"
+        metrics.bar.last_line = phase = f"compiling: {done}{of} graphs done{rest}"
+        metrics.heartbeat.note(phase)
         if now - said >= SAY_SECONDS and not metrics.console.is_terminal:
             said = now
-            log.info("%s", state.compiling)
-        saver.write_plan()
+            log.info("%s", phase)
 
     def end(is_compiled: bool = True) -> None:
         if callbacks and done > 0 and is_compiled:
-            state.compiling = metrics.bar.last_line = ""
-            saver.write_plan()
+            metrics.bar.last_line = ""
             log.info("compiled %d graphs in %s", done, format_duration(time.monotonic() - began))
             with contextlib.suppress(OSError):
                 note.parent.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -30,18 +31,10 @@ from rich.text import Text
 from torch import Tensor
 
 from gputrain.engine.distributed import RankGroup
-from gputrain.engine.run_folder import (
-    METRICS,
-    MetricsRow,
-    append_line,
-    blocks,
-    lines_from,
-    replace_file,
-    row_of,
-    write_text,
-)
+from gputrain.engine.run_folder import METRICS, MetricsRow, append_line, blocks, lines_from, row_of
 from gputrain.engine.stop import format_duration
-from gputrain.files import write_wav
+from gputrain.files import replace_file, write_text, write_wav
+from gputrain.heartbeat import Heartbeat, step_text
 from gputrain.hw.runtime import Runtime, synchronize
 from gputrain.samples import Report, Sheet, SoundSample
 
@@ -67,11 +60,12 @@ class Metrics:
         first_step: int,
         last_step: int | None,
         group: RankGroup | None = None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         """Open the metrics of a run folder. Only the leader of a `group` of ranks writes and shows them. A last step of
-        None is not known yet."""
+        None is not known yet. The `heartbeat` has what the progress line says."""
         self.folder, self.console, self.runtime, self.unit, self.last_step = folder, console, runtime, unit, last_step
-        self.group = group or RankGroup()
+        self.group, self.heartbeat = group or RankGroup(), heartbeat or Heartbeat()
         self.path = folder / METRICS
         self.refused: set[str] = set()
         self.referenced: set[str] = set()  # Sounds whose recording TensorBoard has.
@@ -83,7 +77,8 @@ class Metrics:
         self._attempt("logs", functools.partial(self._open_board, end))
         self._attempt("metrics.jsonl", functools.partial(self._keep_lines, end, lambda row: False))
         self.bar = Bar(console, hidden=not self.group.leads)
-        self.done = first_step
+        self.done = self.heartbeat.step = first_step
+        self.heartbeat.last_step = last_step
         self.task = self.bar.add_task(self.step_text, total=last_step, completed=first_step, left="")
         self.pace, self.started = Pace(), time.monotonic()
         self._open_window()
@@ -113,22 +108,27 @@ class Metrics:
         self.items += items
         self.flops += flops
         self.done += 1
+        self.heartbeat.note("step", self.done)
         self._move_bar()
 
     @property
     def step_text(self) -> str:
-        return f"step {self.done}" + ("" if self.last_step is None else f"/{self.last_step}")
+        return step_text(self.done, self.last_step)
 
     def expect(self, last_step: int) -> None:
         """Show this last step from now on."""
-        self.last_step = last_step
+        self.last_step = self.heartbeat.last_step = last_step
         self.bar.update(self.task, total=last_step)
 
     def _move_bar(self) -> str:
         """Show the steps that are done and, once it is known, the time that is left, which is returned."""
         left = ""
         if self.pace.windows and self.last_step is not None:
-            left = f"{format_duration(self.pace.seconds_left(self.last_step, self.done))} left"
+            seconds = self.pace.seconds_left(self.last_step, self.done)
+            if ends_at := self.heartbeat.ends_at:
+                until = datetime.fromisoformat(ends_at) - datetime.now(timezone.utc)
+                seconds = min(seconds, max(0.0, until.total_seconds()))
+            self.heartbeat.seconds_left, left = seconds, f"{format_duration(seconds)} left"
         self.bar.update(self.task, completed=self.done, description=self.step_text, left=left)
         return left
 
@@ -207,7 +207,8 @@ class Metrics:
         began = time.monotonic()
         self.bar.update(self.task, description=f"{self.step_text}, {doing}")
         try:
-            yield
+            with self.heartbeat.doing(doing):
+                yield
         finally:
             self.window_started += time.monotonic() - began
             self.bar.update(self.task, description=self.step_text)

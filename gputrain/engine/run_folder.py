@@ -8,9 +8,8 @@ import logging
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -23,6 +22,8 @@ from gputrain.engine.distributed import RankGroup
 from gputrain.engine.schedule import RunProgress, Saving, StepSchedule
 from gputrain.engine.stop import StopSignal
 from gputrain.errors import Stopped, UserError, first_line
+from gputrain.files import write_text
+from gputrain.heartbeat import HEARTBEAT, Heartbeat, time_now
 from gputrain.hw.plan import Plan
 from gputrain.hw.probe import machine_facts
 from gputrain.serialization import from_row
@@ -30,7 +31,7 @@ from gputrain.serialization import from_row
 log = logging.getLogger(__name__)
 
 # Settings whose changes are not reported.
-NO_CHANGE = ("resume_from", "output_dir", "max_time", "cooldown", "verbose", "watch")
+NO_CHANGE = ("resume_from", "output_dir", "max_time", "cooldown", "verbose", "watch", "allow_control")
 LOCK, CONFIG, PLAN = ".lock", "config.yaml", "plan.json"
 METRICS, HISTORY = "metrics.jsonl", "history.jsonl"
 MetricsRow = dict[str, Any]  # The values of a line of metrics.jsonl by name.
@@ -39,31 +40,11 @@ HISTORY_BYTES = 4_000_000  # Bytes at its end that are searched for the last sta
 LEAVING_SECONDS = 30  # Time for another process that was asked to stop to save.
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file atomically, also in case of a power failure. Raises OSError."""
-    replace_file(path, [text.encode()])
-
-
 def blocks(file: BinaryIO, length: int) -> Iterator[bytes]:
     """Yield the first bytes of a file. Raises OSError."""
     while length > 0 and (block := file.read(min(length, 1 << 20))):
         length -= len(block)
         yield block
-
-
-def replace_file(path: Path, content: Iterable[bytes]) -> None:
-    """Write a file atomically, also in case of a power failure. Raises OSError."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.unlink(missing_ok=True)  # What another process has left there may be a link.
-        with partial.open("xb") as file:
-            file.writelines(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
 
 
 def lines_from(path: Path, step: int) -> tuple[int, list[bytes]]:
@@ -114,15 +95,13 @@ def row_of(line: bytes) -> MetricsRow | None:
 
 @dataclass
 class PlanFile:
-    """`micro_batch`: present micro-batch sizes by step group; `events`: changes of the plan during the run;
-    `compiling`: what the first step waits for."""
+    """`micro_batch`: present micro-batch sizes by step group; `events`: changes of the plan during the run."""
 
     plan: Plan
     micro_batch: dict[str, int]
     prediction: dict[str, Any] = field(default_factory=dict)
     measured: dict[str, float] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
-    compiling: str = ""
 
     def save(self, path: Path) -> None:
         """Write the file atomically. Raises OSError."""
@@ -132,7 +111,6 @@ class PlanFile:
             "prediction": self.prediction,
             "measured": self.measured,
             "events": self.events,
-            "compiling": self.compiling,
         }
         write_text(path, json.dumps(content, indent=2) + "\n")
 
@@ -142,6 +120,7 @@ class PlanFile:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             content["plan"] = content.pop("settings")
+            content.pop("compiling", None)  # Former versions said there what heartbeat.json says.
             found = from_row(cls, content)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
@@ -183,6 +162,7 @@ class Run:
     is_new: bool = False  # True if this process has made the folder.
     stop: StopSignal = field(default_factory=StopSignal)
     status: TrainingStatus = field(default_factory=TrainingStatus)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
     @property
     def how_to_resume(self) -> str:
@@ -280,6 +260,7 @@ def open_run(
         is_new=opened.is_new,
         stop=StopSignal(group.ranks),
         status=TrainingStatus(last_is_damaged=opened.last_is_damaged),
+        heartbeat=Heartbeat(kind),
     )
 
 
@@ -355,7 +336,7 @@ def _skipped_last_checkpoint(saving: Saving, found: Path) -> bool:
 
 def remove_partial(folder: Path) -> None:
     """Delete incomplete files that interrupted writing left in a run folder."""
-    for pattern in ("checkpoint_*", f"{CONFIG}*", f"{PLAN}*", "metrics*"):
+    for pattern in ("checkpoint_*", f"{CONFIG}*", f"{PLAN}*", "metrics*", f"{HEARTBEAT}*"):
         for path in folder.glob(f"{pattern}.partial"):
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -396,7 +377,7 @@ def recorded(
         "event": "start",
         "command": run.command,
         "step": steps.start.step,
-        "last_step": None if steps.has_open_end else steps.last_step,
+        "last_step": steps.known_end,
         "logged_step": last_logged_step(run.folder),
         "ranks": run.group.ranks.count,
         "machine": machine_facts(device_type),
@@ -427,7 +408,7 @@ def _add_to_history(run: Run, row: dict[str, Any]) -> None:
     """Append a line with the time. An error must not end the training."""
     if not run.group.leads:
         return
-    line = json.dumps({"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), **row}, default=str) + "\n"
+    line = json.dumps({"time": time_now(), **row}, default=str) + "\n"
     try:
         append_line(line.encode(), run.folder / HISTORY)
     except OSError as error:

@@ -186,7 +186,7 @@ class Saver:
             measured = {name.removeprefix("memory/"): gb for name, gb in memory_gb(state.runtime.device).items()}
         if len(run.status.seconds_per_step) > 1:
             measured["seconds_per_step"] = run.status.seconds_per_step[-1]
-        parts = (dict(state.micro_batch), dict(run.prediction), measured, list(state.events), state.compiling)
+        parts = (dict(state.micro_batch), dict(run.prediction), measured, list(state.events))
         return PlanFile(state.runtime.plan, *parts)
 
 

@@ -178,6 +178,11 @@ class Saving:
         "to config.yaml.",
         is_saved=False,
     )
+    allow_control: bool = advanced(
+        default=False,
+        help="With watch, let the page stop the training, save and cool down. Not written to config.yaml.",
+        is_saved=False,
+    )
     verbose: bool = advanced(
         default=False,
         help="Log every setting of the plan with its reason, and the times of the parts of the start. Not written to "
@@ -186,6 +191,8 @@ class Saving:
     )
 
     def __post_init__(self) -> None:
+        if self.allow_control and not self.watch:
+            raise UserError("allow_control has no effect without a page", hint="--watch --allow-control serves one")
         if self.max_time:
             parse_duration(self.max_time)
         if self.early_stopping_patience and not self.evaluates:

@@ -43,7 +43,6 @@ class TrainState:
     is_consistent: bool = True  # False while some phases of a step have changed their weights and others have not.
     nonfinite: NonfiniteSteps = field(default_factory=NonfiniteSteps)
     events: list[dict[str, Any]] = field(default_factory=list)  # Changes of the plan during the run.
-    compiling: str = ""  # What is being compiled now, for a person.
 
     @classmethod
     def begin(cls, recipe: Recipe, schedule: Schedule, runtime: Runtime, run: Run) -> "TrainState":

@@ -10,8 +10,10 @@ only where it must: the scalars of the steps stay there, and are read together o
 """
 
 import logging
+import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext
+from datetime import datetime, timedelta, timezone
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -64,14 +66,13 @@ def train(
     # that says how the run has ended comes last.
     with (
         recorded(run, steps, runtime.device.type, lambda: state.progress),
-        Metrics(
-            run.folder, console, runtime, unit=recipe.unit, first_step=first, last_step=steps.known_end, group=run.group
-        ) as metrics,
+        Metrics(run.folder, console, runtime, unit=recipe.unit, first_step=first, last_step=steps.known_end,
+                group=run.group, heartbeat=run.heartbeat) as metrics,
         Monitor(runtime.device) as monitor,
         run.stop.handled(lambda: run.how_to_resume),
         compiling(saver, metrics) as mark_compiled,
         closing(open_batches(first, max(first, end))) as batches,
-    ):
+    ):  # fmt: skip
         loop = StepLoop(saver, steps, metrics, monitor, deadline_of(state, steps, run))
         callbacks = Callbacks(loop)
         callbacks.begin()
@@ -244,6 +245,8 @@ def deadline_of(state: TrainState, steps: StepSchedule, run: Run) -> Deadline:
     deadline = Deadline.of(run.saving.max_time, steps.schedule.finish_by)
     if deadline.is_set:
         deadline.save_bytes = tensor_bytes(state.snapshot())
+        left = deadline.began + deadline.last_seconds - time.monotonic()
+        run.heartbeat.ends_at = (datetime.now(timezone.utc) + timedelta(seconds=left)).isoformat(timespec="seconds")
     return deadline
 
 

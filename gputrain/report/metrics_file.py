@@ -5,15 +5,12 @@ Of a long file, all evaluations and evenly spread other lines are kept. Damaged 
 
 import os
 from array import array
-from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
-from gputrain.engine.metrics import RECENT_LINES
 from gputrain.engine.run_folder import row_of
 
 Points = list[tuple[int, float]]  # Steps with values.
@@ -58,13 +55,13 @@ class MetricsTable:
         self.last_step = 0
         # Each attempt counts its own seconds from its start.
         self.seconds_before = self.attempt_seconds = 0.0  # Those of the attempts before, and of the present one.
-        self.recent: deque[tuple[int, float]] = deque(maxlen=RECENT_LINES)  # Steps and seconds of the present attempt.
-        self.longest_gap = 0.0  # Seconds between two lines of the present attempt.
         self._number = -1
 
     def add(self, number: int, step: int, values: dict[str, float], *, is_evaluation: bool = False) -> None:
         """Add a line, in the order of the file. `number` counts the lines before it that are no evaluations."""
-        self._note_time(number, step, values, is_evaluation)
+        now, before = values.get("seconds", self.attempt_seconds), self.attempt_seconds
+        self.seconds_before += before if now < before else 0.0
+        self.attempt_seconds, self._number = now, number
         self.latest.update(values)
         self.last, self.last_step = (step, values), max(step, self.last_step)
         if is_evaluation or number % self.every == 0:
@@ -76,18 +73,6 @@ class MetricsTable:
         while self.kept > self.most_rows:
             self._thin()
         self.last_is_kept = is_evaluation or number % self.every == 0
-
-    def _note_time(self, number: int, step: int, values: Mapping[str, float], is_evaluation: bool) -> None:
-        now, before = values.get("seconds", self.attempt_seconds), self.attempt_seconds
-        if now < before:
-            self.seconds_before += before
-            self.recent.clear()
-            self.longest_gap = before = 0.0
-        if number - self._number <= 1:
-            self.longest_gap = max(self.longest_gap, now - before)
-        self.attempt_seconds, self._number = now, number
-        if not is_evaluation and (not self.recent or step > self.recent[-1][0]):
-            self.recent.append((step, now))
 
     def _thin(self) -> None:
         self.every *= 2
@@ -126,15 +111,6 @@ class MetricsTable:
         all_steps = np.concatenate(steps)
         order = np.lexsort((np.concatenate(numbers), all_steps))
         return list(zip(all_steps[order].tolist(), np.concatenate(values)[order].tolist(), strict=True))
-
-    def seconds_per_step(self, after: int) -> float | None:
-        """Returns the pace of the last lines of the present attempt that come `after` a step, with the evaluations and
-        saves between them; None if there are not enough lines."""
-        recent = [place for place in self.recent if place[0] > after]
-        if len(recent) < 2 or recent[-1][1] <= recent[0][1]:
-            return None
-        (first, began), (last, ended) = recent[0], recent[-1]
-        return (ended - began) / (last - first)
 
 
 class MetricsFile:
@@ -192,13 +168,10 @@ class MetricsFile:
         self.waiting = len(rest)
 
     def _take(self, lines: list[bytes], recent: int) -> None:
-        """Parse evaluations, the lines before them, lines that are kept, and the `recent` ones."""
-        table, skipped = self.table, b""
+        """Parse evaluations, lines that are kept, and the `recent` ones."""
+        table = self.table
         for index, line in enumerate(lines):
             is_evaluation = EVALUATION in line
-            if is_evaluation and skipped and (row := _row(skipped)):
-                table.add(self._number - 1, *row)  # The time of this line tells how long the evaluation took.
-            skipped = b""
             if is_evaluation or index >= recent or self._number % table.every == 0:
                 row = _row(line)
                 is_evaluation = is_evaluation and row is not None and any(map(_is_evaluation, row[1]))
@@ -206,8 +179,6 @@ class MetricsFile:
                     table.add(self._number, *row, is_evaluation=is_evaluation)
                 elif line.strip():
                     self.damaged += 1
-            else:
-                skipped = line
             self._number += not is_evaluation
 
 

@@ -20,17 +20,19 @@ import jinja2
 from markupsafe import Markup
 
 from gputrain import __version__
-from gputrain.engine.run_folder import CONFIG, history_size, write_text
+from gputrain.engine.run_folder import CONFIG, history_size
 from gputrain.engine.schedule import Saving
 from gputrain.engine.stop import COMMAND_CLOCK, EXIT_SECONDS, format_duration, parse_duration
 from gputrain.errors import UserError, first_line
+from gputrain.files import write_text
+from gputrain.heartbeat import step_text
 from gputrain.hw.ranks import Ranks
 from gputrain.kinds import ModelKind, kinds
 from gputrain.report import settings_table
 from gputrain.report.curves import COLOURS, TRAINING_LOSSES, Chart, Curve, draw, format_value, letter_of, style_of
 from gputrain.report.media import MediaBudget
 from gputrain.report.memory_chart import memory_bar, memory_chart
-from gputrain.report.records import RunRecord, RunStatus, now, read_run
+from gputrain.report.records import RunRecord, RunStatus, now, read_run, short_time
 from gputrain.report.sections import SampleSection, sample_section
 
 log = logging.getLogger(__name__)
@@ -57,9 +59,9 @@ class Headline:
 
 @dataclass(frozen=True)
 class ShownProgress:
-    """The share of a run that is done, and what is done and left, as text."""
+    """The share of a run that is done, None if its end is unknown, and what is done and left, as text."""
 
-    share: float
+    share: float | None
     text: str
 
 
@@ -87,7 +89,7 @@ class RunView:
 
     @property
     def card_key(self) -> tuple[object, ...]:
-        record, files = self.record, ("metrics", "plan", "history", "settings", "notes")
+        record, files = self.record, ("metrics", "plan", "history", "settings", "notes", "heartbeat")
         return (self.at(*files), self.status, record.notes)
 
     @cached_property
@@ -135,15 +137,20 @@ class RunView:
 
     @cached_property
     def progress(self) -> ShownProgress | None:
-        """Returns the progress of a run that has a known end and has not finished."""
-        record = self.record
+        """Returns the progress of a run that goes on, or has a known end and has not finished."""
+        record, beat = self.record, self.record.beat if self.status.state == "running" else None
         done, planned = record.last_step, record.planned_steps
-        if record.status.state == "finished" or not planned:
+        if self.status.state == "finished" or not (planned or beat):
             return None
-        words = [f"step {done:,} of {planned:,}", f"{100 * done / planned:.0f} %"]
-        if record.seconds_left is not None:
-            words.append(f"{format_duration(record.seconds_left)} left")
-        return ShownProgress(min(1.0, done / planned), " · ".join(words))
+        words = [beat.text if beat else step_text(done, planned)]
+        share = min(1.0, done / planned) if planned else None
+        if planned:
+            words.append(f"{100 * done / planned:.0f} %")
+        if beat and beat.seconds_left is not None:
+            words.append(f"{format_duration(beat.seconds_left)} left")
+        if beat and beat.ends_at:
+            words.append(f"ends by {short_time(beat.ends_at)}")
+        return ShownProgress(share, " · ".join(words))
 
     @cached_property
     def memory(self) -> Markup:
@@ -327,7 +334,7 @@ def chart_groups(records: Sequence[RunRecord]) -> list[ChartGroup]:
                 and any(value for record in records for _, value in record.metrics.series(name)))
         ], True),
     ]  # fmt: skip
-    reach = max((record.last_step for record in records), default=0)
+    reach = max((record.metrics.last_step for record in records), default=0)
     return [
         ChartGroup(
             title + (f": the first {MOST_CHARTS} of {len(chosen):,}" if len(chosen) > MOST_CHARTS else ""),

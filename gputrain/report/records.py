@@ -4,12 +4,12 @@ Reading takes bounded time and memory. Whatever is damaged is left out, counted 
 """
 
 import json
+import math
 import os
 import platform
 import stat
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -19,20 +19,26 @@ import psutil
 from gputrain import config
 from gputrain.engine.checkpoint import newest_first
 from gputrain.engine.run_folder import CONFIG, HISTORY, METRICS, PLAN
-from gputrain.engine.stop import format_duration
 from gputrain.errors import UserError, first_line, settings_without_secrets
+from gputrain.heartbeat import HEARTBEAT, Heartbeat
 from gputrain.kinds import kinds
 from gputrain.report.metrics_file import LARGEST_STEP, MOST_ROWS, MetricsFile, MetricsTable
+from gputrain.serialization import from_json
 
 NOTES = "notes.md"  # What the user notes about a run.
-PARTS = {"settings": CONFIG, "plan": PLAN, "metrics": METRICS, "history": HISTORY, "samples": "samples", "notes": NOTES}
+PARTS = {
+    "settings": CONFIG, "plan": PLAN, "metrics": METRICS, "history": HISTORY, "samples": "samples", "notes": NOTES,
+    "heartbeat": HEARTBEAT,
+}  # fmt: skip
+SIGNS = {"heartbeat", "metrics", "history"}  # The parts that a training writes all the time.
 LONGEST_FILE = 20_000_000  # Bytes of a plan or a history.
 LONGEST_SETTINGS = 1_000_000  # Bytes of a configuration, which takes a second to parse.
 LONGEST_NOTES = 20_000  # Characters.
-NEWS_SECONDS = 120.0  # Without news for so long, or longer than usual, a run of another machine may have ended.
-NEWS_GAPS = 3
-START_SECONDS = 5.0  # By so much may the times of a process and of its first line be inexact.
-CLOCK_SECONDS = 600.0  # By so much may the clocks of two machines differ.
+# A run without a sign for so long has ended: with a heartbeat, which a network drive may show a minute later; of a
+# former version, which wrote none; and if this machine has no process of its number, which may be that of a container.
+SILENT_SECONDS, SILENT_BEFORE, SILENT_WITHOUT_PROCESS = 120.0, 600.0, 10.0
+FOLLOWED_SECONDS = 10.0  # What is new since a reading so long ago is as new as that.
+LONGEST_SECONDS = 1e10  # Of what is left.
 SETTLING_SECONDS = 5.0  # After a sample has appeared, it may still be being written.
 
 
@@ -58,15 +64,22 @@ class RunRecord:
     user_notes: str = ""
     notes: list[str] = field(default_factory=list)  # What is missing or damaged.
     versions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))  # Counts of changes.
-    changed_at: float = 0.0  # By time.time(), when the metrics or the history changed last; 0 if they never did.
-    news_at: float | None = None  # The same by time.monotonic(), as far as changes tell that the run goes on.
+    heartbeat: Heartbeat | None = None
+    written_at: float = 0.0  # By time.time(), when a file that tells of the run was written last; 0 if none ever was.
+    sign_at: float = -math.inf  # By time.monotonic(), when the last sign of the run came.
     is_gone: bool = False  # True if the folder has vanished.
-    is_elsewhere: bool = False  # True if news come although no process has the number: it is that of a container.
+
+    @property
+    def beat(self) -> Heartbeat | None:
+        """The heartbeat of the last attempt; None if that has reported its end, or was one of a former version."""
+        last, beat = self.history[-1] if self.history else {}, self.heartbeat
+        ended = _seconds(last.get("time")) if last.get("event") == "end" else 0.0
+        return beat if beat and ended < _seconds(beat.began) else None
 
     @property
     def last_step(self) -> int:
         ended = [int(row["step"]) for row in self.history if is_count(row.get("step"))]
-        return max([self.metrics.last_step, *ended[-1:]])
+        return max([self.metrics.last_step, *ended[-1:], (self.beat and self.beat.step) or 0])
 
     @property
     def seconds(self) -> float:
@@ -79,7 +92,10 @@ class RunRecord:
 
     @property
     def planned_steps(self) -> int:
-        """The step at which the run is to end, by its last start or by a cool-down since; 0 if unknown."""
+        """The step at which the run is to end, by its heartbeat, or its last start and a cool-down since; 0 if
+        unknown."""
+        if self.beat and self.beat.last_step is not None:
+            return self.beat.last_step
         start = self.starts[-1] if self.starts else {"last_step": self.settings.get("num_steps")}
         planned, events = start.get("last_step"), self.plan.get("events")
         for event in events if isinstance(events, list) else ():
@@ -90,15 +106,23 @@ class RunRecord:
     @property
     def started_at(self) -> float:
         """When the last attempt started, by time.time(); 0 if unknown."""
-        began = _moment(self.starts[-1].get("time")) if self.starts else None
-        return began.timestamp() if began else 0.0
+        return _seconds(self.beat.began if self.beat else self.starts[-1].get("time") if self.starts else None)
 
     @property
-    def seconds_left(self) -> float | None:
-        """The time to the end at the pace of the last lines of this attempt, with the evaluations and saves between
-        them; None if the run does not go on, or if its end or its pace is unknown."""
-        pace, steps = self.metrics.seconds_per_step(self.first_step), self.planned_steps - self.metrics.last_step
-        return None if pace is None or steps < 0 or self.status.state != "running" else steps * pace
+    def last_sign(self) -> float:
+        """When the run gave its last sign or ended, by time.time(); 0 if unknown. The file of a copied run is later
+        than the time in it, and no sign is later than now."""
+        last, told = self.history[-1] if self.history else {}, [_seconds(self.beat.time) if self.beat else 0.0]
+        told += [_seconds(last.get("time"))] if last else []
+        if last.get("event") == "start" and self.metrics.last_step > self.first_step:
+            told.append(told[-1] + self.metrics.attempt_seconds)
+        return min(max(told) or self.written_at, self.written_at, time.time())
+
+    @property
+    def changed_at(self) -> float:
+        """When a run that goes on came to its present step or phase, and another one gave its last sign."""
+        is_working = self.beat and self.status.state == "running"
+        return min(_seconds(self.beat.since), self.last_sign) if self.beat and is_working else self.last_sign
 
     @property
     def first_step(self) -> int:
@@ -107,36 +131,31 @@ class RunRecord:
         return step if is_count(step) else -1
 
     @property
+    def takes_requests(self) -> bool:
+        """True if the steps of a run that goes on have begun."""
+        last, began = self.history[-1] if self.history else {}, _seconds(self.beat.began) if self.beat else 0.0
+        return self.status.state == "running" and last.get("event") == "start" and began <= _seconds(last.get("time"))
+
+    @property
     def status(self) -> RunStatus:
         if self.is_gone:
             return RunStatus("unknown", "its folder has vanished")
-        if not self.history:
-            if self._has_news:
-                return RunStatus("running", "its metrics keep coming")
-            done = 0 < self.planned_steps <= self.last_step
-            return RunStatus("finished") if done else RunStatus("unknown", "this folder has no history.jsonl")
-        last = self.history[-1]
-        if last.get("event") == "end":
+        last, beat = self.history[-1] if self.history else {}, self.beat
+        if last.get("event") == "end" and not beat:
             outcome = str(last.get("outcome", "unknown"))
             return RunStatus(outcome, str(last.get("message", "")))
-        is_alive = None if self.is_elsewhere else _is_alive(last)
-        doing = f"; {self.plan['compiling']}" if self.plan.get("compiling") else ""
-        if is_alive:
-            return RunStatus("running", f"process {last['process']} on this machine{doing}")
-        if is_alive is None and self._has_news:
-            return RunStatus("running", f"on {last.get('host') or 'another machine'}{doing}")
-        detail = f"started {short_time(last.get('time'))}, and did not report its end"
-        if self.changed_at:
-            minutes = int((time.time() - self.changed_at) / 60)
-            age = format_duration(60 * minutes) if minutes > 0 else "less than a minute"
-            detail += f"; the last news came {age} ago"
+        origin = asdict(beat) if beat else last
+        host, process = origin.get("host"), origin.get("process")
+        has_ended = host == platform.node() and is_count(process) and not psutil.pid_exists(process)
+        silent = SILENT_WITHOUT_PROCESS if has_ended else SILENT_SECONDS if beat else SILENT_BEFORE
+        if time.monotonic() - self.sign_at < silent:
+            return RunStatus("running", f"process {process} on {host}" if origin else "its metrics keep coming")
+        if not origin:
+            done = 0 < self.planned_steps <= self.last_step
+            return RunStatus("finished") if done else RunStatus("unknown", "this folder has no history.jsonl")
+        how, where = "killed" if has_ended else "killed or cut off", f" in: {beat.text}" if beat else ""
+        detail = f"it did not report its end, and was {how}{where}; its last sign came {short_time(self.last_sign)}"
         return RunStatus("unknown", detail)
-
-    @property
-    def _has_news(self) -> bool:
-        """True if news came as recently as the rhythm of the metrics lets expect."""
-        longest = max(NEWS_SECONDS, NEWS_GAPS * self.metrics.longest_gap)
-        return self.news_at is not None and time.monotonic() - self.news_at < longest
 
 
 Sign = tuple[int, int, int, int] | str | None  # What tells whether a file has changed; a text is a fault.
@@ -157,8 +176,7 @@ class RunReader:
         self._metrics = MetricsFile(self._paths["metrics"], most_rows)
         self._signs: dict[str, Sign] = {}
         self._faults: dict[str, list[str]] = {part: [] for part in PARTS}
-        self._news: tuple[object, object] | None = None  # The last line of the metrics, and the history.
-        self._late_news = 0  # How often news came although the process had ended.
+        self._read_at = -math.inf  # When the last reading was.
         self._settles_at: float | None = None  # When samples that have appeared are complete.
 
     def refresh(self) -> None:
@@ -188,8 +206,12 @@ class RunReader:
             self._settles_at = None
         for part in changed:
             record.versions[part] += 1
-        if changed & {"metrics", "history"} or self._news is None:
-            self._note_news()
+        written = [sign[2] / 1e9 for part in SIGNS if isinstance(sign := self._signs[part], tuple)]
+        record.written_at = max(written, default=0.0)
+        if changed & SIGNS:  # Whatever the clock of a machine says: what has changed since a moment ago is a sign.
+            age = max(0.0, time.time() - record.last_sign) if record.history or record.beat else math.inf
+            record.sign_at = now - (0.0 if now - self._read_at < FOLLOWED_SECONDS else age)
+        self._read_at = now
         record.notes = self._notes()
 
     def _read(self, part: str, sign: Sign) -> bool:
@@ -208,7 +230,7 @@ class RunReader:
                 record.metrics = self._metrics.table
             elif part == "settings":
                 record.settings = _read_settings(path) if sign else {}
-                kind = str(record.settings.pop("kind", ""))
+                kind = str(record.settings.pop("kind", record.kind))
                 record.kind = kind if kind in kinds() else ""
             elif part == "plan":
                 record.plan = _read_mapping(path) if sign else {}
@@ -216,46 +238,27 @@ class RunReader:
                 record.history = read_history(path, faults) if sign else []
             elif part == "notes":
                 record.user_notes = _read_notes(path) if sign else ""
+            elif part == "heartbeat":
+                record.heartbeat = _read_heartbeat(path) if sign else None
+                if record.heartbeat and record.heartbeat.kind in kinds():
+                    record.kind = record.kind or record.heartbeat.kind
         except (OSError, ValueError, RecursionError, UserError) as error:
             is_changed = False
             if isinstance(error, OSError):  # It may be readable again although nothing in it changes.
                 self._signs[part] = "unreadable"
             reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
             faults.append(f"{PARTS[part]} cannot be read: {reason}")
-        if sign is None and part in ("settings", "plan", "metrics"):
-            faults.append(f"{PARTS[part]} is missing")
         is_changed = is_changed or faults != self._faults[part]
         self._faults[part] = faults
         return is_changed
-
-    def _note_news(self) -> None:
-        """Note when the metrics and the history changed last: by our clock if we saw it, otherwise by the time of the
-        files and, since that of a copy is a later one, by the times in them."""
-        record, now = self.record, time.time()
-        line, history = self._news or (None, None)
-        news = (record.metrics.last or line, record.history or history)
-        if self._news is None:
-            signs = [self._signs.get(part) for part in ("metrics", "history")]
-            changed_at = max((sign[2] / 1e9 for sign in signs if isinstance(sign, tuple)), default=0.0)
-            record.changed_at = min(changed_at, now)
-            if began := record.started_at:
-                metrics = record.metrics
-                logged = metrics.attempt_seconds if metrics.last_step > record.first_step else 0.0
-                record.news_at = time.monotonic() - max(now - record.changed_at, now - began - logged - CLOCK_SECONDS)
-        elif news != self._news:
-            record.changed_at, record.news_at = now, time.monotonic()
-            if news[1] != history:
-                self._late_news = 0
-            elif record.history and _is_alive(record.history[-1]) is False:
-                self._late_news += 1  # The first ones may be the last ones of a process that has just ended.
-            record.is_elsewhere = self._late_news > 1
-        self._news = news
 
     def _notes(self) -> list[str]:
         file, notes = self._metrics, []
         damaged = file.damaged + (file.waiting > 0 and self.record.status.state != "running")
         for part, faults in self._faults.items():
             notes += faults
+            if self._signs[part] is None and part in ("settings", "plan", "metrics") and not self.record.beat:
+                notes.append(f"{PARTS[part]} is missing")
             if part == "metrics" and damaged:
                 notes.append(_skipped(damaged, METRICS))
             if part == "metrics" and file.table.every > 1:
@@ -320,6 +323,15 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     return content
 
 
+def _read_heartbeat(path: Path) -> Heartbeat:
+    beat = from_json(Heartbeat, _read_mapping(path))
+    if not all(value is None or is_count(value) for value in (beat.step, beat.last_step)):
+        raise ValueError("no steps")
+    if beat.seconds_left is not None and not 0 <= beat.seconds_left < LONGEST_SECONDS:
+        raise ValueError("no time that is left")
+    return beat
+
+
 def _limited(path: Path, most: int = LONGEST_FILE) -> str:
     with path.open("rb") as file:
         content = file.read(most + 1)
@@ -354,25 +366,6 @@ def is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_STEP
 
 
-def _is_alive(start: Mapping[str, Any]) -> bool | None:
-    """Returns True if the process that wrote a start runs on this machine, False if it has ended, and None if that
-    cannot be known: it is another machine's, or another process has its number, a later one or, outside of a container,
-    any other."""
-    process, written = start.get("process"), _moment(start.get("time"))
-    if start.get("host") != platform.node() or not is_count(process) or not process or not written:
-        return None
-    try:
-        found = psutil.Process(process)
-        if found.status() == psutil.STATUS_ZOMBIE:
-            return False
-        is_python = any(name in word for word in found.cmdline() for name in ("python", "gputrain"))
-        return True if is_python and found.create_time() < written.timestamp() + START_SECONDS else None
-    except psutil.NoSuchProcess:
-        return False
-    except (psutil.Error, OSError, OverflowError):
-        return None
-
-
 def _moment(text: object) -> datetime | None:
     try:
         return datetime.fromisoformat(str(text)).astimezone()
@@ -380,9 +373,16 @@ def _moment(text: object) -> datetime | None:
         return None
 
 
-def short_time(text: object) -> str:
-    """Returns a time of the history as local time, to the minute; "at an unknown time" if it is none."""
+def _seconds(text: object) -> float:
+    """Returns a time of the history by time.time(); 0 if it is none."""
     moment = _moment(text)
+    return moment.timestamp() if moment else 0.0
+
+
+def short_time(time: object) -> str:
+    """Returns a time of the history, or one by time.time(), as local time, to the minute; "at an unknown time" if it is
+    none."""
+    moment = datetime.fromtimestamp(time).astimezone() if isinstance(time, float) else _moment(time)
     return moment.strftime("%Y-%m-%d %H:%M") if moment else "at an unknown time"
 
 

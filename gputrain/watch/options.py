@@ -27,8 +27,12 @@ class WatchSettings:
         default=False, help="Let the page control trainings. Save, stop and cool down, and write notes."
     )
 
+    wait: bool = opt(default=False, help="Wait for folders that do not exist yet.")
+
     def __post_init__(self) -> None:
         for folder in self.folders:
+            if not (folder.exists() or self.wait):
+                raise UserError(f"{folder}: no such folder", hint="--wait shows its runs as soon as there are some")
             if folder.exists() and not folder.is_dir():
                 raise UserError(f"{folder}: is a file, expected a folder", hint="name a run folder, or one above runs")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from gputrain.engine.callbacks.requests import Action, send
-from gputrain.engine.run_folder import write_text
 from gputrain.errors import UserError
+from gputrain.files import write_text
 from gputrain.report.curves import MOST_POINTS
 from gputrain.report.media import LiveMedia
 from gputrain.report.page import ChartGroup, Parts, RunView, chart_groups, content_of, page_assets
@@ -65,7 +65,8 @@ class Pages:
         if overview:
             values["title"] = f"{len(every)} runs" if every else "No runs yet"
         progress = views[0].progress if len(views) == 1 else None
-        values["tab"] = f"{100 * progress.share:.0f} % {values['title']}" if progress else values["title"]
+        share = progress.share if progress else None
+        values["tab"] = values["title"] if share is None else f"{100 * share:.0f} % {values['title']}"
         key = () if overview else shown
         parts = _renew(self._pages, key, self._pages.get(key) or Parts(is_live=True))
         live = {
@@ -97,7 +98,8 @@ class Pages:
         """Returns the charts of some runs. They are drawn anew when a curve has grown by one of its points, or has
         changed otherwise: a line of metrics more changes nothing that can be seen in a long curve."""
         records = [view.record for view in views]
-        steps, tables = [record.last_step for record in records], [record.metrics for record in records]
+        tables = [record.metrics for record in records]
+        steps = [table.last_step for table in tables]
         basis = [
             (view.at("plan", "history"), table.names, table.identity, table.evaluations)
             for view, table in zip(views, tables, strict=True)

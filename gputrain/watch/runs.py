@@ -13,13 +13,15 @@ from pathlib import Path
 
 from gputrain.engine.run_folder import HISTORY, METRICS, PLAN
 from gputrain.errors import first_line
+from gputrain.heartbeat import HEARTBEAT
 from gputrain.report.metrics_file import RowGroup
 from gputrain.report.page import unique_names
 from gputrain.report.records import RunReader, RunRecord
 
 log = logging.getLogger(__name__)
 
-SIGN = re.compile(rf"{METRICS}|{HISTORY}|{PLAN}|checkpoint_.*\.pt")  # The names of files of which every run has one.
+# The names of files of which every run has one.
+SIGN = re.compile(rf"{METRICS}|{HISTORY}|{HEARTBEAT}|{PLAN}|checkpoint_.*\.pt")
 DEPTH = 3  # Levels of folders below a given one in which runs are looked for.
 MOST_ENTRIES = 5_000  # Of a larger folder, such as one of pictures, the rest is not looked at.
 MOST_RUNS = 2_000
@@ -88,7 +90,7 @@ class WatchedRun(RunReader):
                     known.metrics = before.metrics
                 else:
                     known.metrics = table = copy.copy(known.metrics)
-                    table.latest, table.recent = table.latest.copy(), table.recent.copy()
+                    table.latest = table.latest.copy()
                     groups = table.groups.items()
                     table.groups = {names: RowGroup(*map(copy.copy, vars(group).values())) for names, group in groups}
                 self.known = known
@@ -108,7 +110,8 @@ class Runs:
 
     def start(self) -> None:
         """Begin to look for runs, and to read them, in threads that end with the process."""
-        for work, pause in ((self.look, LOOK_SECONDS), (self._read_if_asked, READ_SECONDS)):
+        looking = (self.look, lambda: LOOK_SECONDS if self._runs else READ_SECONDS)
+        for work, pause in (looking, (self._read_if_asked, lambda: READ_SECONDS)):
             threading.Thread(target=_repeat, args=(work, pause), name="runs", daemon=True).start()
 
     def touch(self, ids: Sequence[str] = ()) -> None:
@@ -171,7 +174,7 @@ class Runs:
             self.read()
 
 
-def _repeat(work: Callable[[], None], pause: float) -> None:
+def _repeat(work: Callable[[], None], pause: Callable[[], float]) -> None:
     """Do something again and again. After an error the next turn may have more luck: a disk that is away comes back."""
     fault = ""
     while True:
@@ -180,4 +183,4 @@ def _repeat(work: Callable[[], None], pause: float) -> None:
         except Exception as error:
             if fault != (fault := first_line(error)):
                 log.warning("runs cannot be read: %s", fault)
-        time.sleep(pause)
+        time.sleep(pause())

@@ -198,12 +198,13 @@ def watched_beside(saving: Saving) -> Iterator[None]:
 def _start(saving: Saving, left: threading.Event) -> "subprocess.Popen[str] | None":
     # The child finds this package also where the working directory has a folder of its name.
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+    words = [os.path.abspath(saving.output_dir), "--wait", *["--allow-control"] * saving.allow_control]
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", PARENT: "1"}
     try:
         page = subprocess.Popen(
-            [*PROGRAM, os.path.abspath(saving.output_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, errors="replace", env=environment,
-            start_new_session=True, creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
+            [*PROGRAM, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, errors="replace", env=environment, start_new_session=True,
+            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
         )  # fmt: skip
     except OSError as error:
         log.warning("--watch: the page of the run cannot be served (%s); the training goes on", error)

@@ -14,11 +14,12 @@ from gputrain.engine import checkpoint
 from gputrain.engine.callbacks.metrics_log import go_back_if_unstable
 from gputrain.engine.checkpoint import BEST, LAST, PREVIOUS
 from gputrain.engine.nonfinite import GOOD_AFTER, ROLLBACK_LIMIT, STEADY_STEPS
-from gputrain.engine.run_folder import Run, write_text
+from gputrain.engine.run_folder import Run
 from gputrain.engine.saving import Saver
 from gputrain.engine.schedule import RunProgress
 from gputrain.engine.state import TrainState
 from gputrain.errors import Stopped, UserError
+from gputrain.files import write_text
 from tests.engine.test_run import assert_equal, poisoned_batches, schedule, steps_logged, trained
 from tests.toy import ToyRecipe, cpu_runtime, quiet, train_toy, weights, whole_checkpoint
 

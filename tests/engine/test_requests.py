@@ -9,10 +9,10 @@ import threading
 import pytest
 
 from gputrain.engine.callbacks.requests import REQUEST, Inbox, send
-from gputrain.engine.run_folder import replace_file
 from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule
 from gputrain.engine.stop import COMMAND_CLOCK
 from gputrain.errors import Stopped, UserError
+from gputrain.files import replace_file
 from tests.engine.asking import Asking, note_requests
 from tests.engine.test_deadline import steps_of
 from tests.engine.test_finish_by import clock, rates, run  # noqa: F401 (a fixture)

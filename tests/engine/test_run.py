@@ -16,6 +16,7 @@ from gputrain.engine import checkpoint, run_folder
 from gputrain.engine.callbacks.reports import Reports
 from gputrain.engine.schedule import Schedule
 from gputrain.errors import Stopped, UserError
+from gputrain.heartbeat import Heartbeat
 from gputrain.hw.plan import Setting
 from gputrain.samples import Report
 from tests.children import Child
@@ -62,17 +63,17 @@ def steps_logged(folder, key="loss/generator/l2"):
 
 
 class CompiledRecipe(ToyRecipe):
-    """A toy whose generator is compiled, of which plan.json is read whenever another part begins."""
+    """A toy whose generator is compiled, and which notes what the heartbeat says whenever another part begins."""
 
-    def __init__(self, folder, *, fails=False):
+    def __init__(self, beats, *, fails=False):
         super().__init__(schedule(2))
         self.fails = fails
         self.generator.forward = torch.compile(self.generator.forward, backend="eager")
-        self.plan_file, self.seen = folder / "plan.json", []
+        self.beats, self.seen = beats, []
 
     def generated(self, batch):
         made = super().generated(batch)
-        self.seen.append(json.loads(self.plan_file.read_text())["compiling"])
+        self.seen.append(self.beats[-1].text)
         if self.fails:
             raise ValueError("the second graph cannot be compiled")
         return made
@@ -82,6 +83,8 @@ class CompiledRecipe(ToyRecipe):
 def test_a_training_says_what_its_first_step_waits_for(tmp_path, monkeypatch, caplog):
     """The generator is compiled twice: without a gradient and with one. One that fails before leaves what is known."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    beats = []
+    monkeypatch.setattr(run_folder, "Heartbeat", lambda kind: beats.append(Heartbeat(kind)) or beats[-1])
     planned = cpu_runtime().plan
     monkeypatch.setattr("tests.toy.decide", lambda *_: replace(planned, compile=Setting(True, "for a test")))
     for name, begins, then in (
@@ -90,18 +93,17 @@ def test_a_training_says_what_its_first_step_waits_for(tmp_path, monkeypatch, ca
     ):
         torch._dynamo.reset()
         caplog.clear()
-        recipe = CompiledRecipe(tmp_path / name)
+        recipe = CompiledRecipe(beats)
         with caplog.at_level(logging.INFO):
             train_toy(recipe, quiet(tmp_path / name))
-        assert recipe.seen[0].startswith(then)
-        assert recipe.seen[2:] == ["", ""]  # In the second step nothing is compiled.
+        assert recipe.seen[0].startswith(f"step 0/2, {then}")
+        assert recipe.seen[2:] == ["step 1/2"] * 2  # In the second step nothing is compiled.
         told = [text for text in caplog.messages if "compil" in text]
         assert told[0] == begins
         assert [text[:20] for text in told[1:]] == ["compiled 2 graphs in"]
-        assert json.loads((tmp_path / name / "plan.json").read_text())["compiling"] == ""
     torch._dynamo.reset()
     with pytest.raises(ValueError, match="cannot be compiled"):
-        train_toy(CompiledRecipe(tmp_path / "c", fails=True), quiet(tmp_path / "c"))
+        train_toy(CompiledRecipe(beats, fails=True), quiet(tmp_path / "c"))
     assert [one.read_text() for one in (tmp_path / "cache").rglob("*_graphs")] == ["2"]
     assert not torch._dynamo.callback.callback_handler.end_callbacks
 

@@ -28,7 +28,7 @@ def facts(file: MetricsFile) -> dict[str, object]:
     series = {name: table.series(name) for name in table.names}
     return {
         "series": series, "latest": table.latest, "damaged": file.damaged, "every": table.every, "last": table.last,
-        "seconds": (table.seconds_before, table.attempt_seconds, table.longest_gap), "pace": table.seconds_per_step(0),
+        "seconds": (table.seconds_before, table.attempt_seconds),
     }  # fmt: skip
 
 
@@ -126,33 +126,6 @@ def test_the_rows_that_are_kept_are_spread_evenly(rows, most):
     every = file.table.every
     assert every == 1 << max(0, (-(-rows // most) - 1)).bit_length()
     assert points == [(step, step / 8) for step in sorted({*range(0, rows, every), rows - 1})]
-
-
-def test_the_time_that_is_left_follows_the_last_lines_with_their_evaluations(tmp_path):
-    """Each attempt counts its own seconds, and lines of the attempt before do not count."""
-    path = tmp_path / "metrics.jsonl"
-    lines = [line(step, 100.0 * step) for step in range(1, 11)]
-    lines += [line(step, 3 + 2.0 * step) for step in range(11, 31)]  # 2 s a step, and before that 25 s of compilation.
-    lines.insert(-5, json.dumps({"step": 25, "epoch": 0, "seconds": 95, "eval/x": 1}).encode() + b"\n")
-    lines[-5:] = [line(step, 90 + 2.0 * step - 47) for step in range(26, 31)]
-    path.write_bytes(b"".join(lines))
-    file = MetricsFile(str(path))
-    file.read()
-    assert file.table.seconds_per_step(10) == pytest.approx((103 - 25) / 19)
-    assert file.table.seconds_per_step(20) == pytest.approx((103 - 45) / 9)
-    assert file.table.seconds_per_step(29) is None
-    assert file.table.longest_gap == pytest.approx(95 - 53)
-    assert file.table.seconds_before == 1000
-
-
-def test_the_longest_time_between_lines_is_that_of_an_evaluation_long_ago(tmp_path):
-    """Of whose neighbours no line is kept."""
-    lines = [line(step, step + (300 if step > 500 else 0)) for step in range(1, 1000)]
-    lines.insert(500, line(500, 800, **{"eval/x": 1.0}))
-    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
-    file = MetricsFile(str(tmp_path / "metrics.jsonl"), most_rows=10)
-    file.read()
-    assert file.table.longest_gap == 300
 
 
 def test_evaluations_at_every_line_and_without_numbers_are_read(tmp_path):

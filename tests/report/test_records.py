@@ -7,17 +7,20 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import asdict
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 
 from gputrain.errors import UserError
+from gputrain.heartbeat import Heartbeat
 from gputrain.report import records
 from gputrain.report.metrics_file import MetricsTable
 from gputrain.report.records import RunReader, RunRecord, RunStatus, read_run
 from tests.report.runs import end_row, make_run, metric_rows, start_row, time_now, write_rows
 from tests.tables import each_row
-from tests.waiting import has_ended, wait_until
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -95,44 +98,127 @@ def test_the_time_of_all_attempts_is_added_up():
 
 
 NOW, HERE = time_now(), platform.node()
+NOBODY = 2**22 + 1  # No process has this number.
 
 
 @each_row(
-    ([start_row(0), end_row(7, "failed", "no memory")], RunStatus("failed", "no memory")),
-    ([start_row(0), end_row(7, "stopped"), start_row(7)], RunStatus("unknown", "did not report its end")),
-    ([start_row(0, host=HERE, process=os.getpid(), time=NOW)], RunStatus("running", f"process {os.getpid()} on this")),
-    # A process that began long after this start has the number of one that has ended.
-    ([start_row(0, host=HERE, process=os.getpid())], RunStatus("unknown", "did not report its end")),
-    ([start_row(0, host=HERE, process=2**22 + 1, time=NOW)], RunStatus("unknown", "did not report its end")),
+    ([start_row(0), end_row(7, "failed", "no memory")], None, RunStatus("failed", "no memory")),
+    ([end_row(7, "stopped"), start_row(7, host=HERE, process=NOBODY)], None, RunStatus("unknown", "not report")),
+    # A former version wrote no heartbeat, so that only its process and its metrics tell.
+    ([start_row(0, host=HERE, process=os.getpid(), time=NOW)], None, RunStatus("running", f"process {os.getpid()} on")),
+    ([start_row(0, host=HERE, process=NOBODY, time=NOW)], None, RunStatus("unknown", "killed; its last sign came")),
+    # The heartbeat of the next attempt, which plans; and one that was left behind by a process that had told its end.
+    ([end_row(7)], Heartbeat(began=NOW, phase="planning"), RunStatus("running", f"process {os.getpid()} on {HERE}")),
+    ([end_row(7)], Heartbeat(began="2026-01-02T03:04:05+00:00"), RunStatus("finished")),
+    ([start_row(0)], Heartbeat(host=HERE, process=NOBODY, phase="evaluating", step=7, last_step=9),
+     RunStatus("unknown", "was killed in: step 7/9, evaluating; its last sign came 20")),
+)  # fmt: skip
+def test_how_a_run_ended(rows, beat, state):
+    """The last sign of all came 60 s ago."""
+    record = RunRecord(Path(), "", "", history=json.loads(json.dumps(rows)), heartbeat=beat, written_at=time.time())
+    record.sign_at = time.monotonic() - 60
+    assert record.status.state == state.state
+    assert state.detail in record.status.detail
+
+
+@each_row(
+    (Heartbeat(host="elsewhere"), 119, "running"),  # A network drive may show it later.
+    (Heartbeat(host="elsewhere"), 121, "unknown"),
+    (Heartbeat(host=HERE), 119, "running"),  # This process is there.
+    (Heartbeat(host=HERE, process=NOBODY), 9, "running"),  # The number may be that of a container.
+    (Heartbeat(host=HERE, process=NOBODY), 11, "unknown"),
+    (Heartbeat(host="elsewhere", process=NOBODY), 11, "running"),
+    (None, 599, "running"),
+    (None, 601, "unknown"),
 )
-def test_how_a_run_ended(rows, state):
-    status = RunRecord(Path(), "", "", history=json.loads(json.dumps(rows))).status
-    assert status.state == state.state
-    assert state.detail in status.detail
+def test_a_run_without_a_sign_has_ended(beat, silent_seconds, state):
+    record = RunRecord(Path(), "", "", history=[start_row(0)], heartbeat=beat)
+    record.sign_at = time.monotonic() - silent_seconds
+    assert record.status.state == state
 
 
-def test_a_run_says_what_its_first_step_waits_for():
-    rows = [start_row(0, host=HERE, process=os.getpid(), time=NOW)]
-    status = RunRecord(Path(), "", "", history=rows, plan={"compiling": "compiling: 12 of 42 graphs done"}).status
-    assert status == RunStatus("running", f"process {os.getpid()} on this machine; compiling: 12 of 42 graphs done")
+BEGAN = datetime(2026, 1, 2, 3, 0, tzinfo=timezone.utc)
 
 
-def test_a_killed_process_that_its_parent_has_not_noticed_does_not_run():
-    with subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"]) as process:
-        record = RunRecord(Path(), "", "", history=[start_row(0, host=HERE, process=process.pid, time=time_now())])
-        wait_until(lambda: record.status.state == "running", "the start of the process")
+def moment(seconds: float) -> str:
+    return (BEGAN + timedelta(seconds=seconds)).isoformat(timespec="seconds")
+
+
+def beat_at(seconds: float, **others: object) -> Heartbeat:
+    return Heartbeat(began=moment(0), since=moment(400), time=moment(seconds), **others)
+
+
+STARTED = start_row(0, time=moment(0))
+
+
+@each_row(
+    # The history, the heartbeat, when the files were written, and when the last news came, in seconds.
+    ([STARTED, {**end_row(7), "time": moment(700)}], None, 700, 700),
+    ([STARTED, {**end_row(7), "time": moment(700)}], None, 9000, 700),  # A copy.
+    ([STARTED], beat_at(410, host=HERE, process=NOBODY), 410, 410),  # It was killed.
+    ([STARTED], beat_at(410, host=HERE, process=NOBODY), 9000, 410),
+    ([STARTED], None, 9000, 40),  # So long are the steps in its metrics.
+    ([start_row(0, time=moment(9000))], None, 800, 800),  # By a clock that is fast.
+    ([], None, 800, 800),
+    ([STARTED], beat_at(1e9), time.time() - BEGAN.timestamp(), 400),  # It runs, and came to its step then.
+)
+def test_the_last_news_are_as_old_as_the_files_say(run, tmp_path_factory, history, beat, written, news):
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    shutil.copytree(run, folder)
+    write_rows(folder / "history.jsonl", history) if history else (folder / "history.jsonl").unlink()
+    if beat:
+        (folder / "heartbeat.json").write_text(json.dumps(asdict(beat)))
+    for path in folder.iterdir():
+        os.utime(path, (BEGAN.timestamp() + written,) * 2)
+    assert read_run(folder).changed_at - BEGAN.timestamp() == pytest.approx(news, abs=0.01)
+
+
+def test_a_heartbeat_tells_of_a_run_before_its_first_step_and_ends_with_its_process(tmp_path):
+    """The process is killed, and before that stopped, in which it must not look alive."""
+    program = (
+        "import sys, time, pathlib; from gputrain import heartbeat\n"
+        "heartbeat.BEAT_SECONDS, beat = 0.01, heartbeat.Heartbeat('vae')\n"
+        "with beat.beating(pathlib.Path(sys.argv[1])), beat.doing('planning the training'):\n    time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, tmp_path]) as process:
+        reader = RunReader(tmp_path)
+        record = reader.record
+
+        def is_planning() -> bool:
+            reader.refresh()
+            return record.beat is not None and record.beat.text == "planning the training"
+
+        wait_until(is_planning, "the heartbeat")
+        assert record.status == RunStatus("running", f"process {process.pid} on {HERE}")
+        assert (record.kind, record.notes, record.last_step, record.planned_steps) == ("vae", [], 0, 0)
+        first = record.sign_at
+        wait_until(lambda: is_planning() and record.sign_at > first, "the next one")
         process.kill()
-        wait_until(lambda: has_ended(process.pid), "the end of the process")
-        assert record.status.state == "unknown"
+    last = record.sign_at
+    for _ in range(3):
+        reader.refresh()
+    assert (record.status.state, record.sign_at) == ("running", last)
+    record.sign_at -= 11
+    assert "was killed in: planning the training" in record.status.detail
 
 
-def test_another_program_is_not_taken_for_a_training():
-    """As outside of a container, where any program has the number of the training."""
-    with subprocess.Popen(["sleep", "60"]) as process:
-        record = RunRecord(Path(), "", "", history=[start_row(0, host=HERE, process=process.pid, time=time_now())])
-        wait_until(lambda: b"sleep" in Path(f"/proc/{process.pid}/cmdline").read_bytes(), "the start of the program")
-        assert record.status.state == "unknown"
-        process.kill()
+def test_an_end_takes_the_heartbeat_away_and_a_full_disk_is_one_warning(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("gputrain.heartbeat.BEAT_SECONDS", 0.001)
+    with Heartbeat().beating(tmp_path):
+        wait_until((tmp_path / "heartbeat.json").exists, "the heartbeat")
+    assert list(tmp_path.iterdir()) == []
+    written = []
+
+    def full(*_: object, **__: object) -> None:
+        written.append(1)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("gputrain.heartbeat.replace_file", full)
+    with Heartbeat().beating(tmp_path):
+        wait_until(lambda: len(written) > 2, "three attempts")
+    assert [one.getMessage().split(" ", 1)[1] for one in caplog.records] == [
+        "cannot be written (No space left on device); the training goes on"
+    ]
 
 
 # ------------------------------------------------------------------------------------------------- while a run changes
@@ -154,7 +240,8 @@ def add_line(folder: Path, name: str, row: dict) -> None:
 
 def test_versions_tell_which_part_has_changed(live):
     folder, record = live.record.folder, live.record
-    assert record.versions == {"settings": 1, "plan": 1, "metrics": 1, "history": 1, "samples": 1, "notes": 0}
+    once = dict.fromkeys(("settings", "plan", "metrics", "history", "samples"), 1)
+    assert record.versions == {**once, "notes": 0, "heartbeat": 0}
     changes = [
         ("metrics", lambda: add_line(folder, "metrics.jsonl", {"step": 41, "loss/a": 1.0})),
         ("history", lambda: add_line(folder, "history.jsonl", start_row(40))),
@@ -164,6 +251,8 @@ def test_versions_tell_which_part_has_changed(live):
         ("samples", lambda: (folder / "samples" / "new_step_00000041.txt").write_text("")),
         ("plan", lambda: (folder / "plan.json").unlink()),
         ("metrics", lambda: (folder / "metrics.jsonl").unlink()),
+        ("heartbeat", lambda: (folder / "heartbeat.json").write_text("{}")),
+        ("heartbeat", lambda: (folder / "heartbeat.json").unlink()),
         ("", lambda: (folder / "checkpoint_last.pt").write_bytes(b"")),
     ]
     for part, change in changes:
@@ -234,60 +323,44 @@ def test_files_that_wait_or_lead_out_of_the_folder_are_not_opened(live, tmp_path
     assert read_run(folder).settings == {"password": "secret"}  # Who asks for this report may read the file.
 
 
-def test_a_run_of_another_machine_runs_while_its_metrics_keep_coming(live):
+def test_what_changes_while_it_is_followed_is_a_sign_whatever_the_clocks_say(live):
+    """The clock of the other machine is slow. What has changed over a night in which nobody looked is as
+    old as it says."""
     folder = live.record.folder
-    write_rows(folder / "history.jsonl", [start_row(0)])
-    first_look = RunReader(folder)
-    first_look.refresh()
-    assert first_look.record.status.state == "unknown"  # The files are new, and by the times in them they are a copy.
-    write_rows(folder / "history.jsonl", [start_row(0, time=time_now())])
-    later, now = RunReader(folder), time.time()
-    later.refresh()
-    assert later.record.status == RunStatus("running", "on elsewhere")
-    for reader, seconds in ((first_look, 45.0), (later, 140.0)):
+    write_rows(folder / "history.jsonl", [STARTED])
+    reader, states = RunReader(folder), []
+    for written, pause in ((400, 0), (402, 0), (404, 0), (406, 3600)):
+        (folder / "heartbeat.json").write_text(json.dumps(asdict(beat_at(written, host="elsewhere"))))
+        reader._read_at -= pause
         reader.refresh()
-        add_line(folder, "metrics.jsonl", {"step": int(seconds), "seconds": seconds, "loss/a": 1.0})
-        reader.refresh()
-        assert reader.record.status == RunStatus("running", "on elsewhere")
-        assert now <= reader.record.changed_at <= time.time()
-    for age, state in ((100, "running"), (270, "running"), (300, "unknown")):
-        later.record.news_at = time.monotonic() - age
-        assert later.record.status.state == state  # The longest time between two lines was 95 s.
-    later.record.changed_at = time.time() - 7050
-    assert later.record.status.detail.endswith("did not report its end; the last news came 1 h 57 min ago")
-    first_look.record.news_at = time.monotonic() - 130
-    assert first_look.record.status.state == "unknown"
-
-
-def test_a_run_in_a_container_runs_while_its_metrics_keep_coming(live):
-    """The number of its process is another one outside, where the machine has the same name."""
-    write_rows(live.record.folder / "history.jsonl", [start_row(0, host=HERE, process=2**22 + 1, time=NOW)])
-    live.refresh()
-    states = []
-    for step in (50, 60, 70):
-        states.append(live.record.status.state)
-        add_line(live.record.folder, "metrics.jsonl", {"step": step, "seconds": float(step)})
-        live.refresh()
-    assert states == ["unknown", "unknown", "running"]  # One line may be the last one of a process that was killed.
-    add_line(live.record.folder, "history.jsonl", start_row(70, host=HERE, process=2**22 + 1, time=NOW))
-    live.refresh()
-    assert live.record.status.state == "unknown"
+        states.append(reader.record.status.state)
+    assert states == ["unknown", "running", "running", "unknown"]
 
 
 @each_row(
-    ([start_row(0, last_step=140, time=NOW)], 100 * 1.0),
-    ([start_row(0, last_step=40, time=NOW)], 0.0),
-    ([start_row(0, last_step=None, time=NOW)], None),
-    ([start_row(0, last_step=140, time=NOW), end_row(40, "stopped")], None),
-    ([start_row(0), start_row(40, last_step=140, time=NOW)], None),  # No line of this attempt yet.
-    ([start_row(0, last_step=140, host=HERE, process=2**22 + 1, time=NOW)], None),
+    ('{"step": -1}', "no steps"),
+    ('{"last_step": 1e9}', "the file: last_step is"),
+    ('{"seconds_left": -5.0}', "no time that is left"),
+    ('{"seconds_left": Infinity}', "no time that is left"),
+    ('{"phase": ["a"]}', "the file: phase is"),
+    ("[]", "not a mapping"),
 )
-def test_the_time_that_is_left_is_known_of_a_run_that_goes_on(history, expected):
-    table = MetricsTable()
-    for number, row in enumerate(metric_rows("vae", 40)):
-        table.add(number, row["step"], {name: value for name, value in row.items() if name != "step"})
-    record = RunRecord(Path(), "", "", metrics=table, history=history, news_at=time.monotonic())
-    assert record.seconds_left == expected
+def test_a_damaged_heartbeat_is_noted(run, tmp_path_factory, content, fault):
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    shutil.copytree(run, folder)
+    (folder / "heartbeat.json").write_text(content)
+    record = read_run(folder)
+    assert (record.beat, record.status.state) == (None, "finished")
+    assert record.notes[0].startswith(f"heartbeat.json cannot be read: {fault}")
+
+
+def test_a_heartbeat_tells_step_and_end_between_two_lines_of_metrics(run):
+    record = read_run(run)
+    record.history = [start_row(0, last_step=1400)]
+    record.heartbeat = Heartbeat(step=47, last_step=60)
+    assert (record.last_step, record.planned_steps) == (47, 60)
+    record.heartbeat = None
+    assert (record.last_step, record.planned_steps) == (40, 1400)
 
 
 def test_a_cool_down_gives_a_run_another_end(run):

@@ -20,7 +20,7 @@ from tests.waiting import HANG_SECONDS, has_ended, wait_until
 
 PAGE = """
 import json, os, sys
-facts = [sys.argv[1], os.getpid(), os.getsid(0), os.environ["GPUTRAIN_WATCH_PARENT"], os.environ["PYTHONSAFEPATH"]]
+facts = [sys.argv[1:], os.getpid(), os.getsid(0), os.environ["GPUTRAIN_WATCH_PARENT"], os.environ["PYTHONSAFEPATH"]]
 print("http://127.0.0.1:8765/", flush=True)
 print("further words", flush=True)
 open("facts.partial", "w").write(json.dumps(facts))
@@ -50,10 +50,11 @@ def facts() -> list:
 
 
 def test_the_page_is_a_session_of_its_own_and_ends_with_the_training(run, caplog):
-    with watched_beside(Saving(output_dir=Path("run"), watch=True)):
+    with watched_beside(Saving(output_dir=Path("run"), watch=True, allow_control=True)):
         begin(run)
-        folder, process, session, *environment = facts()
-        assert (folder, session, environment) == (str(run), process, ["1", "1"])
+        words, process, session, *environment = facts()
+        assert words == [str(run), "--wait", "--allow-control"]
+        assert (session, environment) == (process, ["1", "1"])
         wait_until(lambda: "http" in caplog.text, "the address")
     wait_until(Path("ended").exists, "the end of the page")
     assert [(one.levelname, one.getMessage()) for one in caplog.records] == [

@@ -6,15 +6,17 @@ import json
 import re
 import shutil
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from gputrain.engine.run_folder import append_line
+from gputrain.heartbeat import Heartbeat
 from gputrain.report.media import LiveMedia
 from gputrain.watch.pages import Pages
 from gputrain.watch.runs import Runs, id_of
-from tests.report.runs import PLAN, end_row, make_run, metric_rows, start_row, write_rows, write_samples
+from tests.report.runs import PLAN, end_row, make_run, metric_rows, start_row, time_now, write_rows, write_samples
 
 
 @pytest.fixture(scope="module")
@@ -87,17 +89,37 @@ def test_a_line_more_does_not_draw_a_long_curve_anew(folders):
 def test_progress_and_time_left(folders):
     run = folders[0]
     write_rows(run / "history.jsonl", [start_row(0, last_step=80, host="elsewhere")])
+    beat = Heartbeat(phase="evaluating", step=47, last_step=60, seconds_left=39.0, ends_at="2026-11-29T12:00:00+00:00")
+    (run / "heartbeat.json").write_text(json.dumps(asdict(beat)))
     visitor = Visitor(run)
     append(run, step=41, seconds=41.0, **{"gpu/temperature_c": 71.0, "gpu/power_w": 312.0, "gpu/utilisation": 0.98})
     visitor.changes()
     card = visitor.parts[f"run-{id_of(run)}"][1]
-    assert "step 41 of 80 · 51 % · 39 s left" in card
+    assert "step 47/60, evaluating · 78 % · 39 s left · ends by 2026-11-29 " in card
+    assert visitor.answer["title"] == "78 % vae"
     assert "71 °C · 312 W · 98 %" in card
     write_rows(run / "history.jsonl", [start_row(0, last_step=80), end_row(41, "stopped", "asked to <stop>")])
+    (run / "heartbeat.json").unlink()
     visitor.changes()
     card = visitor.parts[f"run-{id_of(run)}"][1]
+    assert "step 41/80 · 51 %" in card
     assert "stopped: asked to &lt;stop&gt;" in card
     assert " left" not in card
+
+
+def test_a_training_that_plans_has_a_page_and_no_buttons(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "heartbeat.json").write_text(json.dumps(asdict(Heartbeat("vae", phase="planning"))))
+    visitor = Visitor(tmp_path / "run")
+    visitor.pages.controls = True
+    visitor.changes()
+    card, controls = (visitor.parts[f"{part}-{id_of(tmp_path / 'run')}"][1] for part in ("run", "controls"))
+    assert '<p class="what">planning</p>' in card
+    assert ("<progress" in card, "No metrics yet" in card, "missing" in card) == (False, True, False)
+    assert ("Save now" in controls, visitor.answer["title"]) == (False, "run")
+    write_rows(tmp_path / "run" / "history.jsonl", [start_row(0, time=time_now())])
+    visitor.changes()
+    assert "Save now" in visitor.parts[f"controls-{id_of(tmp_path / 'run')}"][1]
 
 
 def test_runs_appear_vanish_and_are_compared(folders, tmp_path):

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import threading
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -92,7 +93,7 @@ def test_who_needs_a_token():
 
 def test_what_is_said_at_the_start(tmp_path):
     (tmp_path / "runs").mkdir()
-    text = introduction(WatchSettings(folders=(tmp_path / "runs", tmp_path / "later")), 99, True)
+    text = introduction(WatchSettings(folders=(tmp_path / "runs", tmp_path / "later"), wait=True), 99, True)
     assert f"{tmp_path / 'runs'}, {tmp_path / 'later'} (cannot be read yet) until Ctrl-C" in text
     assert "ssh -L 99:localhost:99 " in text
     assert "ssh" not in introduction(WatchSettings(), 99, False)
@@ -117,3 +118,14 @@ def test_the_page_and_its_end(tmp_path, monkeypatch):
     ended = CliRunner().invoke(command_line(), ["watch", str(tmp_path), "--port", "0"])
     assert ended.exit_code == 0, ended.output
     assert answers == [b"HTTP/1.1 200"]
+
+
+def test_a_folder_that_does_not_exist_is_refused_unless_it_is_waited_for(typed):
+    code, said = typed("watch", "outptus")
+    assert (code, "outptus: no such folder hint: --wait shows" in said) == (2, True)
+    assert WatchSettings(folders=(Path("outptus"),), wait=True).watched == (Path("outptus"),)
+
+
+def test_buttons_without_a_page_are_refused(typed):
+    code, said = typed("train-vae", "--data-path", "photos", "--allow-control")
+    assert (code, "--watch --allow-control serves one" in said) == (2, True)

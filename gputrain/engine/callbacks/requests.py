@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from gputrain.engine.callbacks import StepEnd, StepLoop
-from gputrain.engine.run_folder import is_count, open_start, write_text
+from gputrain.engine.run_folder import is_count, open_start
 from gputrain.engine.stop import repeated
 from gputrain.errors import UserError
+from gputrain.files import write_text
 
 log = logging.getLogger(__name__)
 
