@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 MIB = 2**20 / 1e9  # GB of a MiB, which many programs print as MB.
 TIMM = "https://github.com/huggingface/pytorch-image-models/blob/c865028c/results/"
+EXAMPLES = "https://github.com/NVIDIA/DeepLearningExamples/blob/729963dd/PyTorch/"
 SOURCES = {
     "invokeai": "https://github.com/invoke-ai/InvokeAI/tree/7785061e/vae_benchmarks (torch 2.7; MiB)",
     "hybrid": "https://huggingface.co/docs/diffusers/hybrid_inference/vae_encode and vae_decode (fp16 is assumed)",
@@ -17,6 +18,13 @@ SOURCES = {
     "timm-nchw": TIMM + "benchmark-train-amp-nchw-pt112-cu113-rtx3090.csv (torch 1.12)",
     "nanogpt": "https://github.com/karpathy/nanoGPT/commit/5a725d90 (torch 2.0 nightly)",
     "mosaic": "https://github.com/mosaicml/diffusion/blob/066e68fa/README.md (torch 1.13, eight cards)",
+    "diffusers": "https://github.com/huggingface/diffusers/blob/2c529b75/docs/source/en/optimization/torch2.0.md (torch "
+    "2.0, without compiling)",
+    "examples": EXAMPLES + "Classification/ConvNets/resnet50v1.5/README.md (torch 1.9, 21.03)",
+    "hifigan": EXAMPLES + "SpeechSynthesis/HiFiGAN/README.md (torch 1.11, 21.12, TorchScript, no denoising)",
+    "apple": "https://github.com/lucadiliello/pytorch-apple-silicon-benchmarks/tree/45596026 (100 steps, in whole seconds)",
+    "webui": "https://github.com/vladmandic/sd-extension-system-info at 0a93d2ee, pages/benchmark-data.json (batch 4; "
+    "medians of entries with xformers or sdp, none)",
     "guide": "docs/corrections.md: a guide to VAEs and vocoders on an RTX 5090, a report on VITS on an RTX 4090",
 }  # fmt: skip
 
@@ -38,6 +46,7 @@ class Cell:
     gb: float = 0.0
     counted: Counted = "allocated"  # By `gb`, beyond the weights where only those are there before.
     calibrated: tuple[str, ...] = ()  # "seconds", "gb": a part of our model was chosen while this figure was looked at.
+    sort: str = "held out"  # What it is used for, if it is neither calibrated nor of a `guide`.
     quick: bool = False  # It is predicted in every run of the tests.
     note: str = ""
 
@@ -105,6 +114,30 @@ def _large(batch: int, samples: float, mb: int, passes: int = 1, precision: str 
     )  # fmt: skip
 
 
+def _beside(
+    model: str, size: str, precision: str, source: str, program: str, seconds: dict[str, float], **options: Any
+) -> list[Cell]:
+    """Returns a cell for each card that one source measured: those that a slot of 75 W feeds, and those beside them."""
+    return [
+        Cell(
+            model, size, precision, gpu, source, program, options, took,
+            sort="75 W" if gpu in SLOT_FED else "beside 75 W",
+        )
+        for gpu, took in seconds.items()
+    ]  # fmt: skip
+
+
+def _denoising(batch: int, iterations: dict[str, float]) -> list[Cell]:
+    seconds = {gpu: 1 / rate for gpu, rate in iterations.items()}
+    size = f"{batch} x 512 px"
+    return _beside("SD 1.5 U-Net, denoising step", size, "fp16", "diffusers", "denoising", seconds, batch=batch)
+
+
+def _bert_base(tokens: int, batch: int, t4: float, v100: float) -> list[Cell]:
+    size, seconds = f"{batch} x {tokens} tokens", {"t4": t4, "v100-16": v100}
+    return _beside("BERT base, training", size, "fp32", "apple", "bert_base", seconds, batch=batch, tokens=tokens)
+
+
 RESERVED: dict[str, Any] = {"counted": "reserved", "calibrated": CACHE + WORKSPACE}
 
 CELLS = [
@@ -161,6 +194,27 @@ CELLS = [
     Cell("VITS, a whole step", "64 x 5 s", "bf16", "rtx4090", "guide", "planned",
          {"case": "tts", "preset": "high", "batch_size": 64, "clip_seconds": 5.0}, 25.45 * 3600 / 130_000, 23.4,
          "in use", note=GUIDE),
+]  # fmt: skip
+
+SLOT_FED = ("t4", "l4", "p4", "rtxa2000-12")
+CELLS += [
+    *_denoising(1, {"t4": 6.9, "v100-16": 18.99, "rtx3090": 22.56}),
+    *_denoising(4, {"t4": 1.79, "v100-16": 5.96, "rtx3090": 6.46}),
+    *_denoising(16, {"t4": 1 / 2.34, "v100-16": 1.66, "rtx3090": 1.7}),
+    *_beside("ResNet-50, inference", "128 x 224 px, nhwc", "fp16", "examples", "classifying",
+             {"t4": 128 / 1190, "v100-16": 128 / 3249}, half=True),
+    *_beside("ResNet-50, inference", "128 x 224 px, nchw", "fp32", "examples", "classifying",
+             {"t4": 128 / 426, "v100-16": 128 / 1229}, half=False),
+    *_bert_base(128, 16, 0.31, 0.12),
+    *_bert_base(128, 64, 1.20, 0.41),
+    *_bert_base(512, 16, 1.45, 0.47),
+    *_beside("HiFi-GAN V1, inference", "8 x 8.05 s", "fp16", "hifigan", "hifigan", {"t4": 0.399, "v100-16": 0.139}),
+    *_beside("SD 1.5 with its VAE, 20 steps", "4 x 512 px", "fp16", "webui", "generating", {
+        gpu: 80 / rate for gpu, rate in {
+            "t4": 5.07, "l4": 12.09, "p4": 1.85, "rtxa2000-12": 8.09, "rtx3060": 7.86, "p100pcie-16": 4.09,
+            "rtx3060laptop": 8.06, "rtx3070laptop": 9.77, "rtx3090": 20.12,
+        }.items()
+    }),
 ]  # fmt: skip
 
 # What is published and cannot be predicted honestly, and why.

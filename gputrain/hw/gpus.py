@@ -3,7 +3,7 @@
 import difflib
 import functools
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from typing import Any
 
@@ -39,6 +39,10 @@ class Gpu:
     least_bf16_tflops: float | None = None  # The lowest published rate, if they disagree.
     multiprocessors: int = 0  # 0: unknown.
     l2_mb: float = 0.0  # Second-level cache, in MiB, as vendors count it; 0: unknown.
+    # What others have measured in long products and copies, where that is less than cards of other sizes reach: TFLOPS
+    # by precision, GB/s under "gb_s".
+    sustained: dict[str, float] = field(default_factory=dict, hash=False)
+    sustained_source: str = ""
     note: str = ""
 
     def flops_per_second(self, precision: str) -> float | None:

@@ -8,8 +8,8 @@ multiprocessors: a last wave that is half empty takes as long as a full one.
 https://people.eecs.berkeley.edu/~kubitron/cs252/handouts/papers/RooflineVyNoYellow.pdf,
 https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/
 
-What is not in it: the choice of cuDNN's algorithms, first-level caches, the clock that a hot card keeps, other
-processes.
+What is not in it: the choice of cuDNN's algorithms, first-level caches, the clock that a hot card keeps beyond
+what gpus.yaml has of cards of little power, other processes.
 Imports no torch.
 """
 
@@ -49,18 +49,15 @@ class DeviceRates:
 
     @classmethod
     def published(cls, gpu: Gpu, *, tf32: bool, compiled: bool = True) -> "DeviceRates | None":
-        """Returns the share of a GPU's published rates that is reached in practice, by compiled code or by Python; None
-        if they are not published."""
-        sixteen = gpu.flops_per_second("bf16") or gpu.flops_per_second("fp16") or gpu.flops_per_second("least_bf16")
-        fp32 = (gpu.flops_per_second("tf32") if tf32 else None) or gpu.flops_per_second("fp32")
+        """Returns the rates that a GPU reaches in practice, by compiled code or by Python: what others have measured,
+        where that is known, else a share of the published rates; None if they are not published."""
+        fp32 = _reached(gpu, "tf32", "fp32") if tf32 else _reached(gpu, "fp32")
         if not (fp32 and gpu.bandwidth_gb_s and gpu.multiprocessors):
             return None
-        sixteen = max(sixteen or 0.0, fp32)
-        bandwidth = COPY_SHARE * 1e9 * gpu.bandwidth_gb_s
         return cls(
-            PRODUCT_SHARE * sixteen,
-            PRODUCT_SHARE * fp32,
-            bandwidth,
+            max(_reached(gpu, "bf16", "fp16", "least_bf16"), fp32),
+            fp32,
+            1e9 * (gpu.sustained.get("gb_s") or COPY_SHARE * gpu.bandwidth_gb_s),
             gpu.multiprocessors,
             launch_seconds=LAUNCH_SECONDS if compiled else EAGER_LAUNCH_SECONDS,
             l2_bytes=gpu.l2_mb * 2**20,
@@ -120,6 +117,15 @@ class StepCost:
         if passes > 1:
             parts += (passes - 1) * busy_seconds(kernels, rates)
         return parts + busy_seconds(self.update, rates)
+
+
+def _reached(gpu: Gpu, *precisions: str) -> float:
+    """Returns the FLOPS of long products in the first of the precisions for which they are known; 0 if none is."""
+    for precision in precisions:
+        published = gpu.flops_per_second(precision)
+        if published:
+            return 1e12 * gpu.sustained[precision] if precision in gpu.sustained else PRODUCT_SHARE * published
+    return 0.0
 
 
 def kernel_seconds(kernel: KernelCost, rates: DeviceRates) -> tuple[float, float, float]:
