@@ -9,8 +9,9 @@ model (planner/memory/predict.py), times those of its roofline with the publishe
 
 A figure is `calibration`, `held out` or a `claim`. While the first were looked at, a part of our model was chosen: the
 factor of the second-level cache by eight times of an image VAE, cuDNN's workspaces by the memory of such VAEs. Nothing
-was chosen by the others. A `claim` names neither device nor program that it was measured with; it counts in no
-summary. GB is 1e9 bytes.
+was chosen by the others. `75 W` are held-out times of cards that a slot feeds, `beside 75 W` those of other cards in
+the same sources (docs/evidence/cards_of_70_w.md). A `claim` names neither device nor program that it was measured with;
+it counts in no summary. GB is 1e9 bytes.
 """
 
 import argparse
@@ -364,8 +365,19 @@ def planned(cell: Cell, case: str, **options: Any) -> Predicted:
 
 
 PROGRAMS: dict[str, Callable[..., Predicted]] = {
-    one.__name__: one for one in (
-        autoencoder, denoising, generating, classifying, hifigan, pictures, texts, bert_large, bert_base, gpt2, unet,
+    one.__name__: one
+    for one in (
+        autoencoder,
+        denoising,
+        generating,
+        classifying,
+        hifigan,
+        pictures,
+        texts,
+        bert_large,
+        bert_base,
+        gpt2,
+        unet,
         planned,
     )
 }
@@ -421,6 +433,8 @@ def main() -> None:
         rows.append(row_of(cell))
         shown = [f"{what} {one['published']:g} -> predicted {one['predicted']:.4g} ({one['ratio']:.2f}, {one['sort']})"
                  for what in ("seconds", "gb") if (one := rows[-1].get(what))]  # fmt: skip
+        if "ratio by published rates" in rows[-1]["seconds"]:
+            shown.append(f"{rows[-1]['seconds']['ratio by published rates']:.2f} by published rates")
         print(f"{cell.name:<62}", "; ".join(shown), flush=True)
     report = {
         "title": "What others have published beside what is predicted; nothing is measured here",

@@ -18,11 +18,11 @@ SOURCES = {
     "timm-nchw": TIMM + "benchmark-train-amp-nchw-pt112-cu113-rtx3090.csv (torch 1.12)",
     "nanogpt": "https://github.com/karpathy/nanoGPT/commit/5a725d90 (torch 2.0 nightly)",
     "mosaic": "https://github.com/mosaicml/diffusion/blob/066e68fa/README.md (torch 1.13, eight cards)",
-    "diffusers": "https://github.com/huggingface/diffusers/blob/2c529b75/docs/source/en/optimization/torch2.0.md (torch "
-    "2.0, without compiling)",
+    "diffusers": "https://github.com/huggingface/diffusers/blob/2c529b75/docs/source/en/optimization/torch2.0.md "
+    "(torch 2.0, not compiled)",
     "examples": EXAMPLES + "Classification/ConvNets/resnet50v1.5/README.md (torch 1.9, 21.03)",
     "hifigan": EXAMPLES + "SpeechSynthesis/HiFiGAN/README.md (torch 1.11, 21.12, TorchScript, no denoising)",
-    "apple": "https://github.com/lucadiliello/pytorch-apple-silicon-benchmarks/tree/45596026 (100 steps, in whole seconds)",
+    "apple": "https://github.com/lucadiliello/pytorch-apple-silicon-benchmarks/tree/45596026 (100 steps)",
     "webui": "https://github.com/vladmandic/sd-extension-system-info at 0a93d2ee, pages/benchmark-data.json (batch 4; "
     "medians of entries with xformers or sdp, none)",
     "guide": "docs/corrections.md: a guide to VAEs and vocoders on an RTX 5090, a report on VITS on an RTX 4090",
