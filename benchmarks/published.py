@@ -9,9 +9,9 @@ model (planner/memory/predict.py), times those of its roofline with the publishe
 
 A figure is `calibration`, `held out` or a `claim`. While the first were looked at, a part of our model was chosen: the
 factor of the second-level cache by eight times of an image VAE, cuDNN's workspaces by the memory of such VAEs. Nothing
-was chosen by the others. `75 W` are held-out times of cards that a slot feeds, `beside 75 W` those of other cards in
-the same sources (docs/evidence/cards_of_70_w.md). A `claim` names neither device nor program that it was measured with;
-it counts in no summary. GB is 1e9 bytes.
+was chosen by the others. `75 W` are times of cards that a slot feeds, `beside 75 W` those of other cards in the same
+sources; docs/evidence/cards_of_70_w.md says what was chosen when. A `claim` names neither device nor program that it
+was measured with; it counts in no summary. GB is 1e9 bytes.
 """
 
 import argparse

@@ -1,7 +1,6 @@
 """Predictions beside what others have published: the quick cells in every run, the whole table among the slow tests."""
 
 import json
-import math
 from collections import Counter
 
 import pytest
@@ -25,7 +24,8 @@ def test_every_cell_names_its_source_and_is_predicted_by_a_program() -> None:
     assert all(cell.seconds > 0 and cell.gb >= 0 and set(cell.calibrated) <= {"seconds", "gb"} for cell in CELLS)
     assert sum("seconds" in cell.calibrated for cell in CELLS) == 8  # The factor of the cache was chosen on eight.
     slot_fed = [cell for cell in CELLS if cell.sort == "75 W"]
-    assert len(slot_fed) == 13 and not any(cell.calibrated for cell in slot_fed)
+    assert len(slot_fed) == 13
+    assert not any(cell.calibrated for cell in slot_fed)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,8 @@ def test_cards_that_a_slot_feeds_stand_in_the_order_that_was_measured() -> None:
     ]
     assert len(trainings) == 3
     for one in trainings:
-        assert abs(math.log(one["ratio"])) < abs(math.log(one["ratio by published rates"])) < math.log(1.5)
+        assert abs(one["ratio"] - 1) < 0.15
+        assert one["ratio by published rates"] < 0.75
 
 
 @pytest.mark.slow

@@ -29,10 +29,10 @@ LEAST_SECONDS = 2e-6  # Time that the smallest kernel takes on a GPU.
 # Shares of the published rates that large operations reach: an H100 (SXM) does 798 of 989 TFLOPS and 3.0 of 3.35 TB/s.
 PRODUCT_SHARE = 0.8
 COPY_SHARE = 0.9
-# Share that is taken of what others have measured in long products of cards of little power, so that these compare with
-# other cards: measured by the same program, 0.8 of the published rate is 0.83 of what an RTX 3060 does in 16 bit (24.8
-# TFLOPS), and 0.87 of what a P100 does in fp32 (8.6; docs/evidence/cards_of_70_w.md).
-MEASURED_SHARE = 0.85
+# Share that is taken of what others have measured in long products on tensor cores of cards of little power, so that
+# these compare with other cards: 0.8 of the published rate is 0.83 of the 24.8 TFLOPS that the same program measured on
+# an RTX 3060. In fp32, without tensor cores, steps reach the rate of long products (docs/evidence/cards_of_70_w.md).
+MEASURED_SHARE = 0.83
 # Bandwidth of the second-level cache relative to the memory's. Chosen once, on eight published times of an image VAE on
 # an RTX 4090 and 3090, on which 2 and 4 make little difference (docs/evidence/published_times.md).
 L2_SPEEDUP = 3.0
@@ -128,8 +128,8 @@ def _reached(gpu: Gpu, *precisions: str) -> float:
     for precision in precisions:
         published = gpu.flops_per_second(precision)
         if published:
-            measured = MEASURED_SHARE * 1e12 * gpu.sustained.get(precision, 0.0)
-            return measured or PRODUCT_SHARE * published
+            measured = 1e12 * gpu.sustained.get(precision, 0.0)
+            return measured * (1.0 if precision == "fp32" else MEASURED_SHARE) or PRODUCT_SHARE * published
     return 0.0
 
 
