@@ -3,8 +3,6 @@
 The rates of the device are measured, and nothing is fitted.
 """
 
-import dataclasses
-import time
 from collections.abc import Callable
 from typing import cast
 
@@ -12,27 +10,11 @@ import torch
 
 from gputrain.hw.plan import Hardware, PrecisionWish, decide
 from gputrain.hw.probe import probe
-from gputrain.hw.runtime import Runtime, apply
+from gputrain.hw.runtime import apply
 from gputrain.planner.memory.timeline import MemoryTimeline
 from gputrain.planner.model_planner import measured_rates
 from gputrain.planner.time.fusion import kernel_costs
-from gputrain.planner.time.roofline import DeviceRates, KernelCost, busy_seconds
-
-SMALL_OPERATORS = 20_000
-
-
-def rates_of(runtime: Runtime) -> DeviceRates:
-    """Returns the measured rates, those that the planner uses on a GPU. A CPU computes each operator when it is called,
-    and nothing overlaps."""
-    rates = measured_rates(runtime)
-    if runtime.device.type == "cuda":
-        return rates
-    x = torch.zeros(16)
-    began = time.perf_counter()
-    for _ in range(SMALL_OPERATORS):
-        x.add_(1)
-    least = (time.perf_counter() - began) / SMALL_OPERATORS
-    return dataclasses.replace(rates, launch_seconds=0.0, least_seconds=least)
+from gputrain.planner.time.roofline import KernelCost, busy_seconds
 
 
 def peer_seconds(step: Callable[[], object], device: torch.device, *, sixteen_bit: str = "") -> float:
@@ -47,7 +29,7 @@ def peer_seconds(step: Callable[[], object], device: torch.device, *, sixteen_bi
         precision=cast(PrecisionWish, sixteen_bit or "tf32"),
         use_torch_compile=False,
     )
-    return busy_seconds(kernels, rates_of(apply(decide(probe(), hardware))))
+    return busy_seconds(kernels, measured_rates(apply(decide(probe(), hardware))))
 
 
 def kernels_of(step: Callable[[], object], timeline: MemoryTimeline | None = None) -> tuple[KernelCost, ...]:

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.predictions import rates_of
 from gputrain.bench import runner, step_bench
 from gputrain.engine.step import gradients
 from gputrain.hw.plan import Hardware, Plan, decide
@@ -30,6 +29,7 @@ from gputrain.hw.probe import machine_facts, probe
 from gputrain.hw.runtime import Runtime, apply, is_out_of_memory, release_memory, synchronize
 from gputrain.planner.memory.predict import ResidentStep, allocate_gradients, predict_step
 from gputrain.planner.memory.torch_model import predict_training_memory
+from gputrain.planner.model_planner import measured_rates
 from gputrain.planner.time.roofline import DeviceRates, KernelCost, busy_seconds
 from tests.planner.predictions import StepTotals
 from tests.planner.step_counts import of_recogniser, of_vae, of_vocoder, of_voice
@@ -218,7 +218,7 @@ def main() -> None:
     parser.add_argument("--output-dir", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rates = rates_of(apply(plan_on_cpu()))
+    rates = measured_rates(apply(plan_on_cpu()))
     report: dict[str, Any] = {
         **machine_facts("cpu"), "command": runner.command_line("python -m benchmarks.roofline_check"),
         "rates": dataclasses.asdict(rates), "rows": [],

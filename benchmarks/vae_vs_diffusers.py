@@ -27,7 +27,7 @@ from typing import Any
 
 import diffusers
 import torch
-from predictions import kernels_of, rates_of
+from predictions import kernels_of
 from torch import Tensor, nn
 
 from gputrain.bench import runner, step_bench
@@ -44,6 +44,7 @@ from gputrain.hw.runtime import (
 )
 from gputrain.planner.memory.fake_runtime import FakeRuntime, FunctionsOf, on_fake_tensors
 from gputrain.planner.memory.timeline import MemoryTimeline
+from gputrain.planner.model_planner import measured_rates
 from gputrain.planner.time.roofline import DeviceRates, busy_seconds
 from gputrain.vae.architecture import PRESETS, VaeArchitecture
 from gputrain.vae.losses import kl_divergence
@@ -83,7 +84,7 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     on_gpu = options.device != "cpu" and torch.cuda.is_available()
     runtime = apply(decide(probe(), requested(options, on_gpu)))
-    rates = rates_of(runtime)  # They are measured first, while the device is idle.
+    rates = measured_rates(runtime)  # They are measured first, while the device is idle.
     report = {
         **machine_facts(options.device),
         "command": runner.command_line("python benchmarks/vae_vs_diffusers.py"),

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import vits_peer
 import vocoder_peer
-from predictions import peer_seconds, rates_of
+from predictions import peer_seconds
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from vocoder_vs_openvpi import described, line, show, summaries, timed
@@ -46,6 +46,7 @@ from gputrain.config import assemble
 from gputrain.hw.plan import Plan
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
+from gputrain.planner.model_planner import measured_rates
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.config import PlannedSpeech, TrainTts
 from gputrain.tts.data import architecture_for, size_of, synthetic_batch
@@ -201,7 +202,7 @@ def measure_ours(settings: Settings, folder: Path) -> dict[str, Any]:
     weights = weights_for(settings, recipe)
     for name, module in vits_peer.parts_of(recipe).items():
         module.load_state_dict(weights[name])
-    rates = rates_of(ours.runtime)
+    rates = measured_rates(ours.runtime)
     figures = timed(ours.step, ours.runtime.device, settings)
     for switch in switches:
         step_bench.check_switch(ours.runtime.plan, switch)  # A failing compiler is switched off.

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 import vocoder_peer
-from predictions import peer_seconds, rates_of
+from predictions import peer_seconds
 from torch import nn
 
 from gputrain.bench import runner, step_bench
@@ -40,6 +40,7 @@ from gputrain.bench.step_bench import StepBench
 from gputrain.config import assemble, read_file
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
+from gputrain.planner.model_planner import measured_rates
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.data import synthetic_crops
 from gputrain.vocoder.kind import VocoderWork
@@ -224,7 +225,7 @@ def measure_ours(settings: Settings, train: TrainVocoder) -> dict[str, Any]:
         ours: Any = step_bench.begin_bench(VocoderWork(), train, apply(plan), Path(folder))
         if settings["peer"]:
             load_weights(parts_of(ours), settings)
-        rates = rates_of(ours.runtime)
+        rates = measured_rates(ours.runtime)
         figures = timed(ours.step, ours.runtime.device, settings)
         figures["predicted_seconds_per_step"] = ours.predicted_seconds(rates)
     step_bench.check_switch(ours.runtime.plan, switch)  # A failing compiler is switched off.

@@ -29,7 +29,7 @@ import functools
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Decimal
 from importlib.resources import files
 from pathlib import Path
@@ -74,6 +74,7 @@ def opt(
     choices: Sequence[str] = (),
     is_saved: bool = True,
     is_positional: bool = False,
+    implied_by: Sequence[str] = (),
 ) -> Any:
     """Declare an option. The first sentence of `help` says what it is, with its unit, in a line of the help page;
     further sentences stand in `--help-all` and in the docs. `min` and `max` are inclusive; without a default the option
@@ -82,11 +83,12 @@ def opt(
     `separator` separates the items of a list that is written as one text. It is empty if the items are texts that may
     contain any character; then a list is the option repeated, or a sequence in a file. `choices` are the values of a
     text if they are known only when the program runs. A value that is not `is_saved` belongs to one command, and is not
-    written to a run's config.yaml. One that `is_positional` is given without a flag.
+    written to a run's config.yaml. One that `is_positional` is given without a flag. A switch that is left out is on
+    where one of the options `implied_by` is given.
     """
     metadata = {
         "help": help, "level": level, "min": min, "max": max, "separator": separator, "choices": tuple(choices),
-        "is_saved": is_saved, "is_positional": is_positional,
+        "is_saved": is_saved, "is_positional": is_positional, "implied_by": tuple(implied_by),
     }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -138,6 +140,7 @@ class Leaf:
     choices: tuple[str, ...] = ()
     is_saved: bool = True
     is_positional: bool = False
+    implied_by: tuple[str, ...] = ()
 
     @classmethod
     def switch(cls, name: str) -> "Leaf":
@@ -244,6 +247,8 @@ def assemble(cls: type[T], values: Mapping[str, object], source: str = "") -> T:
     Raises UserError on an unknown key, a null, a value of the wrong type or out of range, or a missing required value.
     """
     given = checked(cls, values, source)
+    implied = {name: True for name, leaf in leaves(cls).items() if given.keys() & leaf.implied_by}
+    given = implied | given
     nested: dict[str, Any] = {}
     for leaf in leaves(cls).values():
         if leaf.name in given:
@@ -342,6 +347,23 @@ def flatten(instance: object) -> dict[str, Any]:
     """Return flat plain values (numbers, texts, booleans, lists), from which `assemble` builds an equal instance."""
     values = {name: leaf.value_in(instance) for name, leaf in leaves(type(instance)).items()}
     return {name: _plain(value) for name, value in values.items() if value is not None}
+
+
+def as_flags(instance: object, leave_out: Collection[str] = ()) -> list[str]:
+    """Return the words of a command line that give an instance its values where they are not the defaults. Keys that
+    are no flags are left out, and those of `leave_out`."""
+    usual, words = defaults(type(instance)), []
+    for name, value in flatten(instance).items():
+        leaf = leaves(type(instance))[name]
+        if value == usual[name] or leaf.level == "file" or name in leave_out:
+            continue
+        if isinstance(value, bool):
+            words.append(leaf.flag if value else f"--no-{leaf.flag[2:]}")
+        else:
+            items = [str(item) for item in value] if isinstance(value, list) else [str(value)]
+            items = [leaf.separator.join(items)] if leaf.separator else items
+            words += [word for item in items for word in (leaf.flag, item)]
+    return words
 
 
 def check_stored(cls: type, values: Mapping[str, Any], source: Path) -> None:

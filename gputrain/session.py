@@ -23,12 +23,13 @@ from gputrain.engine.schedule import StepSchedule, check_finish, steps_of_stage
 from gputrain.engine.stop import Deadline, finish_moment, format_duration, log_start_until, seconds_until, timed_part
 from gputrain.engine.train import train
 from gputrain.errors import UserError, without_secrets
+from gputrain.hw.doctor import LONGEST_CPU_HOURS, smaller_command
 from gputrain.hw.plan import NEEDS_GPU, Plan, Setting, fit_shared_memory, workers
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.ranks import SINGLE, Ranks, share_of, weakest_of
 from gputrain.hw.runtime import Runtime, apply
 from gputrain.planner.kind_work import KindWork, S, StageData
-from gputrain.planner.model_planner import ModelPlanner, measured_rates, memory_budget
+from gputrain.planner.model_planner import STEP_RANGE, ModelPlanner, measured_rates, memory_budget
 from gputrain.serialization import from_json
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Session(Generic[S]):
     run: Run
     runtime: Runtime
     planner: ModelPlanner[S]
+    smaller: str = ""  # The command of a training that suits this machine better, if it is a CPU.
 
     def plan(self, settings: S, data: StageData, steps: StepSchedule) -> S:
         """Returns the settings with the micro-batch and the checkpointing of the plan, if the training is planned.
@@ -59,15 +61,27 @@ class Session(Generic[S]):
     def _plan(self, settings: S, data: StageData, steps: StepSchedule) -> Plan:
         """Returns the plan with the settings of the batch and of the data workers."""
         runtime, requested = self.runtime, settings.hardware
-        rates = measured_rates(runtime) if runtime.device.type == "cuda" else None
+        rates = measured_rates(runtime)
         budget = memory_budget(self.machine, runtime.plan, requested, rates)
         steps_in = partial(steps_left, steps, self.run)
         plan, found, budget = self.planner.plan_steps(settings, runtime.plan, budget, steps_in)
-        self.planner.check_fit(settings, plan, budget, found)
+        self.planner.check_fit(settings, plan, budget, found, self.smaller)
         rate, item_seconds = runtime.product_rate / found.item_flops, data.item_seconds()
         processes = workers(self.machine, requested.num_workers, item_seconds=item_seconds, items_per_second=rate)
-        self.run = replace(self.run, prediction={**found.to_json(), "margin": budget.margin})
+        seconds = found.predicted_seconds_per_step
+        self._check_time(seconds, steps)
+        span = {"predicted_seconds_range": [factor * seconds for factor in STEP_RANGE]} if seconds else {}
+        self.run = replace(self.run, prediction={**found.to_json(), "margin": budget.margin, **span})
         return replace(plan, num_workers=processes)
+
+    def _check_time(self, seconds: float | None, steps: StepSchedule) -> None:
+        """Raises UserError if a training of which nothing was chosen is predicted to take a CPU too long."""
+        left = (seconds or 0.0) * (steps.stop_step - steps.start.step)
+        if self.smaller and not self.run.saving.yes and left > 3600 * LONGEST_CPU_HOURS:
+            raise UserError(
+                f"this training is predicted to take {format_duration(left)} on this CPU",
+                hint=f"--yes starts it; what suits this machine:\n  {self.smaller}",
+            )
 
     def open_batches(
         self, dataset: SampleSource, steps: StepSchedule, *, divides_items: bool = False
@@ -102,11 +116,12 @@ def train_model(work: KindWork[S], settings: S, console: Console) -> None:
     if settings.saving.verbose:
         logging.getLogger("gputrain").setLevel(logging.DEBUG)
     log_start_until("the end of imports")
-    settings = work.completed(settings)
+    asked, settings = settings, work.completed(settings)
     if not settings.saving.resume_from:
         check_finish(settings.schedule)
     with timed_part("hardware and run folder"):
         session = open_session(settings, work)
+        session.smaller = smaller_command(session.runtime.plan, asked)
     beating = session.run.heartbeat.beating(session.run.folder) if session.run.group.leads else nullcontext()
     with discarded_if_refused(session.run), beating:
         _train(session, work, with_finish_moment(settings, session.run), console)
@@ -288,12 +303,12 @@ def format_memory(plan: Plan, prediction: Mapping[str, Any]) -> str:
 
 
 def log_length(steps: StepSchedule, run: Run) -> None:
-    """Logs the steps that are left and the time that they are predicted to take, which is unknown of a CPU."""
-    seconds = run.prediction.get("predicted_seconds_per_step")
+    """Logs the steps that are left, and between what times they are predicted to take until the first are measured."""
+    fast, slow = run.prediction.get("predicted_seconds_range") or (0.0, 0.0)
     if steps.has_open_end:
         check_finish(steps.schedule)  # Starting takes time, too.
         until = seconds_until(steps.schedule.finish_by)
-        about = f", about {until / seconds:.0f} steps predicted" if seconds else ""
+        about = f", {until / slow:.0f} to {until / fast:.0f} steps predicted" if fast else ""
         log.info("time: %s until %s%s", format_duration(until), steps.schedule.length_text, about)
         return
     left = max(0, steps.stop_step - steps.start.step)
@@ -301,7 +316,8 @@ def log_length(steps: StepSchedule, run: Run) -> None:
     limit += "of " if limit or steps.start.step else ""
     length = f"{left} step{'s' * (left != 1)}"
     length += f" ({limit}{steps.schedule.length_text})" if left != steps.schedule.num_steps else ""
-    if seconds:
-        log.info("time: %s, %s predicted, %.3g s a step", length, format_duration(left * seconds), seconds)
+    if fast:
+        between = f"{format_duration(left * fast)} to {format_duration(left * slow)}"
+        log.info("time: %s, %s predicted, %.2g to %.2g s a step", length, between, fast, slow)
     else:
         log.info("time: %s", length)

@@ -258,4 +258,5 @@ KIND = kinds.ModelKind(
     keys=frozenset({"model_type"}),
     packages=("rapidfuzz", "soundfile", "transformers"),
     load_speech_checker=kinds.imported("gputrain.asr.checking:load_checker"),
+    small=("--preset", "tiny", "--batch-size", "8"),
 )

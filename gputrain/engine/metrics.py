@@ -7,10 +7,12 @@ not wait for them.
 import contextlib
 import functools
 import io
+import itertools
 import json
 import logging
 import math
 import os
+import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -44,6 +46,7 @@ T = TypeVar("T")
 CAPTIONS = "captions.json"  # The captions of the sounds in samples/, by name.
 REFERENCE = "_reference"  # The end of the name of a recording in samples/.
 LAYOUT_KEY = "gputrain"  # The key of a sheet's layout in its PNG file.
+FIRST_STEPS = 3  # Steps by whose time the remaining time is estimated before the first line of metrics.
 RECENT_LINES = 20  # Lines of metrics over which speed and remaining time are averaged.
 
 
@@ -81,6 +84,8 @@ class Metrics:
         self.heartbeat.last_step = last_step
         self.task = self.bar.add_task(self.step_text, total=last_step, completed=first_step, left="")
         self.pace, self.started = Pace(), time.monotonic()
+        self.paused_seconds = 0.0
+        self.step_ends = [self.started]  # When the first steps have ended, on a clock that stands still in pauses.
         self._open_window()
 
     def __enter__(self) -> "Metrics":
@@ -109,7 +114,17 @@ class Metrics:
         self.flops += flops
         self.done += 1
         self.heartbeat.note("step", self.done)
-        self._move_bar()
+        if len(self.step_ends) <= FIRST_STEPS:
+            synchronize(self.runtime.device)
+            self.step_ends.append(time.monotonic() - self.paused_seconds)
+        self.move_bar()
+
+    @property
+    def first_step_seconds(self) -> float | None:
+        """The time of one of the first steps, with its batch; None before they are made. It is their median: the first
+        may compile, and another program may disturb one."""
+        took = [end - start for start, end in itertools.pairwise(self.step_ends)]
+        return statistics.median(took) if len(took) == FIRST_STEPS else None
 
     @property
     def step_text(self) -> str:
@@ -120,11 +135,13 @@ class Metrics:
         self.last_step = self.heartbeat.last_step = last_step
         self.bar.update(self.task, total=last_step)
 
-    def _move_bar(self) -> str:
+    def move_bar(self) -> str:
         """Show the steps that are done and, once it is known, the time that is left, which is returned."""
         left = ""
-        if self.pace.windows and self.last_step is not None:
-            seconds = self.pace.seconds_left(self.last_step, self.done)
+        seconds = self.first_step_seconds
+        if self.last_step is not None and (self.pace.windows or seconds):
+            steps = self.last_step - self.done
+            seconds = self.pace.seconds_left(self.last_step, self.done) if self.pace.windows else steps * (seconds or 0)
             if ends_at := self.heartbeat.ends_at:
                 until = datetime.fromisoformat(ends_at) - datetime.now(timezone.utc)
                 seconds = min(seconds, max(0.0, until.total_seconds()))
@@ -210,7 +227,9 @@ class Metrics:
             with self.heartbeat.doing(doing):
                 yield
         finally:
-            self.window_started += time.monotonic() - began
+            seconds = time.monotonic() - began
+            self.window_started += seconds
+            self.paused_seconds += seconds
             self.bar.update(self.task, description=self.step_text)
 
     def _open_window(self) -> None:
@@ -268,7 +287,7 @@ class Metrics:
         losses += f" | {self.headline}" if self.headline else ""
         line = f"epoch {epoch} | {losses} | {rate} | {memory} | data {100 * values['data/wait_share']:.0f} %"
         self.bar.last_line = line
-        left = self._move_bar()
+        left = self.move_bar()
         if not self.console.is_terminal:
             self.console.print(f"{self.step_text} | {line} | {left}", soft_wrap=True)
 

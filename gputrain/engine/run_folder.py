@@ -31,7 +31,7 @@ from gputrain.serialization import from_row
 log = logging.getLogger(__name__)
 
 # Settings whose changes are not reported.
-NO_CHANGE = ("resume_from", "output_dir", "max_time", "cooldown", "verbose", "watch", "allow_control")
+NO_CHANGE = ("resume_from", "output_dir", "max_time", "cooldown", "verbose", "watch", "allow_control", "yes")
 LOCK, CONFIG, PLAN = ".lock", "config.yaml", "plan.json"
 METRICS, HISTORY = "metrics.jsonl", "history.jsonl"
 MetricsRow = dict[str, Any]  # The values of a line of metrics.jsonl by name.
@@ -138,7 +138,7 @@ class TrainingStatus:
     saved_step: int = -1  # The step that this process saved last; -1: none.
     save_seconds: float = 0.0  # Time that writing the last checkpoint took.
     last_is_damaged: bool = False  # True if checkpoint_last.pt is damaged, until the first save.
-    seconds_per_step: list[float] = field(default_factory=list)  # As measured, of each line of metrics.
+    seconds_per_step: float = 0.0  # As measured: of the first steps, then of the last line of metrics. 0: not yet.
     measured_memory: dict[str, float] = field(default_factory=dict)  # Figures of MemoryCheck, on a GPU.
 
 

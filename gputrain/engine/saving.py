@@ -184,8 +184,8 @@ class Saver:
         measured = dict(run.status.measured_memory)
         if state.runtime.device.type == "cpu":  # This is the memory of the whole process, which no plan predicts.
             measured = {name.removeprefix("memory/"): gb for name, gb in memory_gb(state.runtime.device).items()}
-        if len(run.status.seconds_per_step) > 1:
-            measured["seconds_per_step"] = run.status.seconds_per_step[-1]
+        if run.status.seconds_per_step:
+            measured["seconds_per_step"] = run.status.seconds_per_step
         parts = (dict(state.micro_batch), dict(run.prediction), measured, list(state.events))
         return PlanFile(state.runtime.plan, *parts)
 

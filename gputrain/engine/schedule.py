@@ -183,6 +183,13 @@ class Saving:
         help="With watch, let the page stop the training, save and cool down. Not written to config.yaml.",
         is_saved=False,
     )
+    yes: bool = advanced(
+        default=False,
+        help="Start a training that a CPU takes more than six hours for. So does one with --preset, an end in steps, "
+        "epochs or time, or --resume-from. Not written to config.yaml.",
+        is_saved=False,
+        implied_by=("preset", "num_epochs", "num_steps", "max_steps", "max_time", "finish_by", "resume_from"),
+    )
     verbose: bool = advanced(
         default=False,
         help="Log every setting of the plan with its reason, and the times of the parts of the start. Not written to "

@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gputrain.config import config, opt
+from gputrain.config import as_flags, config, flatten, opt
 from gputrain.errors import UserError, first_line
 from gputrain.hw.driver import torch_for
 from gputrain.hw.gpus import find_gpu
 from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import Machine, probe
-from gputrain.kinds import default_kind
+from gputrain.kinds import ModelKind, default_kind, kinds
 
 # The oldest driver for each CUDA: every minor version runs on the driver of the first one of its major version.
 OLDEST_DRIVER = {"Linux": {12: 525, 13: 580}, "Windows": {12: 528, 13: 580}}
@@ -32,6 +32,10 @@ LITTLE_RAM_GB = 4.0
 LITTLE_SHARED_MEMORY_GB = 1.0  # Docker gives 64 MB by default.
 # Largest relative error due to rounding: about four units in the last place of each format. fp32 may be TF32.
 LARGEST_ERROR = {"bf16": 2e-2, "fp16": 2e-3, "fp32": 2e-3}
+LONGEST_CPU_HOURS = 6.0  # A training on a CPU of which nothing was chosen is not begun if it takes longer.
+CPU_TIME = "3h"  # Time of the training that is advised instead.
+# Options of a training that do not go with those of a small one.
+LEFT_OUT = ("device", "init_from", "yes", "finish_by", "num_epochs", "num_steps", "max_steps")
 REPAIR_TORCH = "update the driver, or install torch again in a new environment"
 
 
@@ -84,7 +88,8 @@ def check_machine(data_path: Path, doing: Callable[[str], object] = lambda what:
     if not machine.torch_error:
         checks += run_trials(machine, checks, doing)
     plan = advise(machine, checks)
-    return CompatibilityReport(machine, tuple(checks), plan, train_command(plan, data_path, ranks=machine.gpu_count))
+    command = train_command(plan, default_kind(), ["--data-path", str(data_path)], ranks=machine.gpu_count)
+    return CompatibilityReport(machine, tuple(checks), plan, command)
 
 
 def run_trials(machine: Machine, checks: Sequence[Check], doing: Callable[[str], object]) -> list[Check]:
@@ -115,21 +120,33 @@ def advise(machine: Machine, checks: Sequence[Check]) -> Plan:
     return decide(machine, Hardware(device="auto" if gpu_works(machine, checks) else "cpu"))
 
 
-def train_command(plan: Plan, data_path: Path, ranks: int = 1) -> str:
-    """Return the command that trains with a plan's settings, on as many GPUs as `ranks`, for a shell of this system."""
-    precision = str(plan.precision.value)
-    several = ranks > 1 and plan.device.value == "cuda"
-    kind = default_kind()
-    launcher = ["torchrun", "--nproc-per-node", str(ranks), "-m"] if several else []
-    words = [*launcher, "gputrain", kind.command, "--data-path", str(data_path), "--device", str(plan.device.value)]
-    if plan.device.value == "cuda":
+def train_command(plan: Plan, kind: ModelKind, options: Sequence[str], ranks: int = 1) -> str:
+    """Return the command that trains with a plan's settings, on as many GPUs as `ranks`, for a shell of this system. On
+    a CPU it is a training that ends after hours."""
+    precision, device = str(plan.precision.value), str(plan.device.value)
+    launcher = ["torchrun", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 and device == "cuda" else []
+    words = [*launcher, "gputrain", kind.command, *options, "--device", device]
+    if device == "cuda":
         words += ["--precision", precision if precision != "fp32" else "tf32"]
         words += [] if plan.compile.value else ["--no-use-torch-compile"]  # The number of steps decides otherwise.
-    words.append("--channels-last" if plan.channels_last.value else "--no-channels-last")
-    if plan.device.value == "cpu":
-        words += kind.small
-    words += ["--num-workers", str(plan.num_workers.value)]
+        words.append("--channels-last" if plan.channels_last.value else "--no-channels-last")
+        words += ["--num-workers", str(plan.num_workers.value)]
+    else:
+        words += [*kind.small, "--finish-by", CPU_TIME]
     return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
+
+
+def smaller_command(plan: Plan, settings: object) -> str:
+    """Return the command of a training that suits a machine without a GPU better than these settings; "" if there is a
+    GPU, no such training of this kind, or if they are that training."""
+    kind = kinds().get(getattr(settings, "kind", ""))
+    if plan.device.value != "cpu" or kind is None:
+        return ""
+    small = {flag[2:].replace("-", "_"): value for flag, value in zip(kind.small[::2], kind.small[1::2], strict=True)}
+    values = flatten(settings)
+    if all(str(values[name]) == value for name, value in small.items()):
+        return ""
+    return train_command(plan, kind, as_flags(settings, {*small, *LEFT_OUT}))
 
 
 # ------------------------------------------------------------------------------------------------------------- rules

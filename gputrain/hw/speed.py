@@ -1,11 +1,17 @@
-"""Measures the device: the rate of a matrix product, and of a copy."""
+"""Measures the device: the rates of a matrix product and of a copy, and the time of a small operator.
+
+Each is the best of several counts. On a CPU they are many and short: another program takes the processor away for some
+milliseconds at a time, so that some counts are undisturbed between two such turns.
+"""
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 WINDOWS = 5  # The best of so many counts: another program or a rising clock affects some, not all.
+CPU_WINDOWS = 400  # The same on a CPU that no other program uses: each takes half a millisecond.
 LARGEST_SIDE = 8192  # This size fills every GPU; a larger one only takes longer.
 
 
@@ -14,10 +20,10 @@ def product_flops_per_second(device: torch.device, dtype: torch.dtype, seconds: 
 
     The share of peak of a training is relative to it: published peaks disagree with each other and with the clock that
     a GPU keeps. fp32 is measured with or without TF32, as the process is configured. The side of the matrices grows
-    until a product takes a twentieth of `seconds`, or a tenth of the free memory is used; this is the warm-up.
+    until a product takes a quarter of a count, or a tenth of the free memory is used; this is the warm-up.
     Raises RuntimeError if the device cannot compute the product.
     """
-    largest = 4096
+    largest, windows = 4096, WINDOWS if device.type == "cuda" else CPU_WINDOWS
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         largest = min(LARGEST_SIDE, int((free / 10 / 3 / dtype.itemsize) ** 0.5))  # Three of them take a tenth of it.
@@ -26,14 +32,18 @@ def product_flops_per_second(device: torch.device, dtype: torch.dtype, seconds: 
         factors = _matrices(side, device, dtype)
         _time(factors, 1)  # The first product selects the algorithm and allocates the workspace.
         took = _time(factors, 1)
-        if took > seconds / 20 or 2 * side > largest:
+        if took > seconds / windows / 4 or 2 * side > largest:
             break
         side *= 2
-    count = max(1, round(seconds / WINDOWS / took))
-    return 2 * side**3 * count / min(_time(factors, count) for _ in range(WINDOWS))
+    count, ends = max(1, round(seconds / windows / took)), time.perf_counter() + seconds
+    times = [_time(factors, count) for _ in range(WINDOWS)]
+    while time.perf_counter() < ends:
+        times.append(_time(factors, count))
+    return 2 * side**3 * count / min(times)
 
 
-COPIED_BYTES = 1 << 28  # More than the caches of any device hold.
+COPIED_BYTES = 1 << 28  # More than the caches of most devices hold.
+COPIED_AT_ONCE = 1 << 24  # The same of which a CPU copies one part after the other.
 
 
 def copied_bytes_per_second(device: torch.device) -> float:
@@ -41,7 +51,21 @@ def copied_bytes_per_second(device: torch.device) -> float:
     source = torch.zeros(COPIED_BYTES // 4, device=device)
     target = torch.empty_like(source)
     target.copy_(source)  # The first copy gets the memory from the system.
-    return 2 * COPIED_BYTES / min(timed(lambda: target.copy_(source), device) for _ in range(WINDOWS))
+    part = (COPIED_BYTES if device.type == "cuda" else COPIED_AT_ONCE) // 4
+    places = [slice(at, at + part) for at in range(0, len(source), part)]
+    times = (timed(partial(target[at].copy_, source[at]), device) for _ in range(WINDOWS) for at in places)
+    return 8 * part / min(times)
+
+
+def small_operator_seconds(device: torch.device) -> float:
+    """Measure the time that torch takes to call an operator that has hardly anything to do."""
+    x = torch.zeros(16, device=device)
+
+    def operators() -> None:
+        for _ in range(100):
+            x.add_(1)
+
+    return min(timed(operators, device) for _ in range(20)) / 100
 
 
 def _matrices(side: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -33,7 +33,7 @@ from gputrain.hw.gpus import Gpu, count_gpus, find_gpu, known_gpus, smallest_gpu
 from gputrain.hw.plan import MOST_GRAPHED_PARTS, Cards, Hardware, Plan, Setting
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.runtime import Runtime
-from gputrain.hw.speed import copied_bytes_per_second, product_flops_per_second
+from gputrain.hw.speed import copied_bytes_per_second, product_flops_per_second, small_operator_seconds
 from gputrain.planner.kind_work import KindWork, S
 from gputrain.planner.memory.fit import BUDGET_SHARE, Fit, MemoryBudget, MemoryModel, budget_gb, fit
 from gputrain.planner.memory.predict import least_gb, memory_models, prediction_key
@@ -47,6 +47,10 @@ BETWEEN_STEPS = ("num_epochs", "num_steps", "max_steps", "finish_by", "learning_
 COMPILE_SECONDS = 60.0  # Seconds of a core to compile a step for the first time.
 LONG = 10.0  # A training of so many times the seconds of compiling is compiled without a closer look.
 StepsIn = Callable[[float | None, float], int | None]  # Steps by the seconds of one and those of the start.
+# A step takes from this share of its predicted time up to this multiple of it: of steps on a CPU and of those that
+# others have published the prediction is 0.46 to 1.43 (docs/planning.md).
+STEP_RANGE = (0.7, 2.2)
+HOST_GB = 0.5  # Memory of a data worker, and what the process of a training on a CPU takes besides the tensors of a step.
 NCCL_GB = 1.0  # Memory of a GPU that NCCL's buffers and the buckets of gradients take when several GPUs train together.
 
 
@@ -133,13 +137,14 @@ class ModelPlanner(Generic[S]):
         larger = [f"a card of {card.memory_gb:g} GB, such as {card.key}, would do"] if card else []
         return [*sentences.values(), *larger]
 
-    def check_fit(self, settings: S, plan: Plan, budget: MemoryBudget, found: Fit) -> None:
-        """Logs the fit. Raises UserError if it does not fit, unless the user asked for this micro-batch."""
+    def check_fit(self, settings: S, plan: Plan, budget: MemoryBudget, found: Fit, smaller: str) -> None:
+        """Logs the fit. Raises UserError if it does not fit, unless the user asked for this micro-batch. `smaller`: a
+        command that suits this machine, if there is one."""
         log.debug("%s", found.describe())
         if not found.fits:
             remedies = self.remedies(settings, plan, budget, found)
             if not settings.schedule.micro_batch_size:
-                raise does_not_fit(self.work.item, found, remedies)
+                raise does_not_fit(self.work.item, found, remedies, smaller)
             log.warning("micro_batch_size %d is not predicted to fit; %s", found.micro_batch_size, "; ".join(remedies))
 
     def card_plans(
@@ -160,7 +165,7 @@ class ModelPlanner(Generic[S]):
                     target.name,
                 )
             memory_gb = target.machine.gpu_memory_gb if on_gpu else target.machine.ram_gb
-            rates = published_rates(target.gpu or target.machine.gpu, switches)
+            rates = published_rates(target.gpu or target.machine.gpu, switches) if on_gpu else None
             budget = memory_budget(target.machine, switches, settings.hardware, rates)
             known = partial(training_steps, settings.schedule, cards.items or items)
             at_most = partial(training_steps, settings.schedule, cards.items or items, at_most=True)
@@ -270,12 +275,11 @@ def training_steps(
 def memory_budget(
     machine: Machine, plan: Plan, requested: Hardware, rates: DeviceRates | None, share: float = BUDGET_SHARE
 ) -> MemoryBudget:
-    """Returns the memory that training may take of the plan's device, at most a share of all. A CPU is busy with any
-    micro-batch, so that its rates have no effect."""
+    """Returns the memory that training may take of the plan's device, at most a share of all."""
     if plan.device.value == "cuda":
         total_gb, free_gb = machine.gpu_memory_gb, machine.gpu_free_gb
     else:
-        total_gb, free_gb, rates = machine.ram_gb, machine.ram_free_gb, None
+        total_gb, free_gb = machine.ram_gb, max(0.01, machine.ram_free_gb - HOST_GB) if machine.ram_free_gb else 0.0
     if not total_gb:
         return MemoryBudget(requested.memory_budget or math.inf, rates, gpus=machine.gpus)
     budget = budget_gb(total_gb, free_gb, requested.memory_budget, share)
@@ -285,16 +289,17 @@ def memory_budget(
 
 
 def measured_rates(runtime: Runtime) -> DeviceRates:
-    """Returns the rates of the runtime's device, measured in about a second while nothing else uses it."""
+    """Returns the rates of the runtime's device, measured in about a second, those that it has while nothing else uses
+    it. A CPU computes each operator when it is called, and no launch runs ahead."""
     device, in_16_bit = runtime.device, runtime.dtype != torch.float32
     fp32 = product_flops_per_second(device, torch.float32) if in_16_bit else runtime.product_rate
     sixteen_bit = runtime.product_rate if in_16_bit else fp32
-    count, l2_bytes = 1, 0  # Caches of a CPU are not modelled.
-    if device.type == "cuda":
-        card = torch.cuda.get_device_properties(device)
-        count, l2_bytes = card.multi_processor_count, card.L2_cache_size
-    launch_seconds = LAUNCH_SECONDS if runtime.plan.compile.value else EAGER_LAUNCH_SECONDS
     copied = copied_bytes_per_second(device)
+    if device.type != "cuda":  # Caches of a CPU are not modelled.
+        return DeviceRates(sixteen_bit, fp32, copied, launch_seconds=0.0, least_seconds=small_operator_seconds(device))
+    card = torch.cuda.get_device_properties(device)
+    count, l2_bytes = card.multi_processor_count, card.L2_cache_size
+    launch_seconds = LAUNCH_SECONDS if runtime.plan.compile.value else EAGER_LAUNCH_SECONDS
     return DeviceRates(sixteen_bit, fp32, copied, count, launch_seconds=launch_seconds, l2_bytes=l2_bytes)
 
 
@@ -338,13 +343,14 @@ def _budget_setting(budget: MemoryBudget) -> Setting:
     return Setting(round(budget.budget_gb, 2), "training may take this much of the memory; the driver takes the rest")
 
 
-def does_not_fit(item: str, found: Fit, remedies: list[str]) -> UserError:
+def does_not_fit(item: str, found: Fit, remedies: list[str], smaller: str = "") -> UserError:
     over_gb = found.predicted_peak_gb - found.budget_gb
     beyond = f"{over_gb:.1f} GB more than" if over_gb > 0 else "too near to"
     return UserError(
         f"a single {item} is predicted to take {found.predicted_peak_gb:.1f} GB, {beyond} the "
         f"{found.budget_gb:.1f} GB that training may take",
-        hint="; ".join([*remedies, "--no-plan tries it nevertheless"]),
+        hint="; ".join([*remedies, "--no-plan tries it nevertheless"])
+        + (f"; what suits this machine:\n  {smaller}" if smaller else ""),
     )
 
 

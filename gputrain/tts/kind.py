@@ -227,4 +227,5 @@ KIND = kinds.ModelKind(
     shipped=Path(__file__).parent / "profiles",
     translate=coqui.translate_coqui,
     packages=("scipy", "skimage", "soundfile"),
+    small=("--preset", "fast", "--discriminator-channels", "8", "--batch-size", "8"),
 )

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gputrain.engine.callbacks import StepEnd, StepLoop
+from gputrain.engine.metrics import FIRST_STEPS
 from gputrain.engine.nonfinite import Rollback
 from gputrain.engine.out_of_memory import MemoryRelief
-from gputrain.engine.run_folder import Run
 from gputrain.engine.saving import Saver
 from gputrain.engine.schedule import is_due_every
 from gputrain.hw.plan import Plan
@@ -67,17 +67,26 @@ class MetricsLog:
         self.write_and_react()
 
     def announce(self, end: StepEnd) -> None:
-        """Say where no bar shows it that the first step is done, and when there will be metrics."""
-        metrics, interval = self.loop.metrics, self.loop.run.saving.log_every_steps
-        first = end.step == self.loop.steps.start.step + 1 and not end.stops
-        if first and interval > 1 and not metrics.console.is_terminal:
-            log.info("%s is done; metrics follow every %d steps", metrics.step_text, interval)
+        """Say where no bar shows it that the first step is done, and when there will be metrics; and after the first
+        few steps how long the others will take, if that was predicted otherwise."""
+        metrics, run, made = self.loop.metrics, self.loop.run, end.step - self.loop.steps.start.step
+        if made == 1 and not end.stops and run.saving.log_every_steps > 1 and not metrics.console.is_terminal:
+            log.info("%s is done; metrics follow every %d steps", metrics.step_text, run.saving.log_every_steps)
+        if made != FIRST_STEPS or not (seconds := metrics.first_step_seconds):
+            return
+        run.status.seconds_per_step = seconds
+        self.loop.saver.write_plan()
+        fast, slow = run.prediction.get("predicted_seconds_range") or (0.0, math.inf)
+        if not fast <= seconds <= slow:
+            left = f": {left}" if (left := metrics.move_bar()) else ""
+            log.info("a step takes %.2g s; %.2g to %.2g s were predicted%s", seconds, fast, slow, left)
 
     def write_and_react(self) -> None:
         loop, state, run = self.loop, self.loop.state, self.loop.run
         done = state.progress.step
         rows = self.write()
-        note_time(run, loop.metrics.latest["speed/seconds_per_step"])
+        if len(loop.metrics.pace.windows) > 1:  # The first line contains compilation and the search for algorithms.
+            run.status.seconds_per_step = loop.metrics.latest["speed/seconds_per_step"]
         events = self.health.watch(rows, loop.metrics.latest, done) if run.group.leads else []
         state.events += events
         if events:
@@ -94,15 +103,6 @@ class MetricsLog:
         further = {"learning_rate": loop.steps.learning_rate(done - 1), **memory_gb(loop.state.runtime.device)}
         further |= {**loop.monitor.figures(), **loop.saver.disk_gb}
         return loop.metrics.write(done, loop.steps.epochs_done(done), further, alone=alone)
-
-
-def note_time(run: Run, seconds_per_step: float) -> None:
-    """Keep the measured time of a step, and compare it once with the predicted one. The first line of metrics contains
-    compilation and the search for algorithms, and does not count."""
-    measured, predicted = run.status.seconds_per_step, run.prediction.get("predicted_seconds_per_step")
-    measured.append(seconds_per_step)
-    if len(measured) == 2 and predicted:
-        log.info("a step takes %.3g s; %.3g s were predicted", seconds_per_step, predicted)
 
 
 def go_back_if_unstable(saver: Saver, rows: list[dict[str, float]], done: int) -> None:
