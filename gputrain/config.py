@@ -351,11 +351,11 @@ def flatten(instance: object) -> dict[str, Any]:
 
 def as_flags(instance: object, leave_out: Collection[str] = ()) -> list[str]:
     """Return the words of a command line that give an instance its values where they are not the defaults. Keys that
-    are no flags are left out, and those of `leave_out`."""
+    are no flags are left out, and the options and groups of `leave_out`."""
     usual, words = defaults(type(instance)), []
     for name, value in flatten(instance).items():
         leaf = leaves(type(instance))[name]
-        if value == usual[name] or leaf.level == "file" or name in leave_out:
+        if value == usual[name] or leaf.level == "file" or {name, leaf.path[0]} & {*leave_out}:
             continue
         if isinstance(value, bool):
             words.append(leaf.flag if value else f"--no-{leaf.flag[2:]}")

@@ -1,14 +1,24 @@
 """What a training says of itself before its first step."""
 
+import json
 import time
 from typing import Any
 
+import pytest
+from rich.console import Console
+
+from gputrain import session
+from gputrain.config import assemble
 from gputrain.engine.run_folder import Run
 from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule
 from gputrain.engine.stop import COMMAND_CLOCK
+from gputrain.errors import UserError
 from gputrain.kinds import kinds
-from gputrain.session import steps_left, warn_of_late_parts
+from gputrain.session import log_length, steps_left, warn_of_late_parts
+from gputrain.vae.config import TrainVae
+from tests.small_runs import SETTINGS, prepared
 from tests.tables import each_row
+from tests.test_docs import parsed
 from tests.toy import quiet
 
 
@@ -63,3 +73,45 @@ def test_a_learning_rate_that_never_reaches_its_height_is_said(caplog, steps, wa
     assert ("--warmup-steps 10 would be a tenth" in caplog.text) == warns
     highest = max(schedule.learning_rate(step) for step in range(steps))
     assert (highest < schedule.schedule.learning_rate) == warns
+
+
+@each_row(
+    ({"num_steps": 100}, [0.5, 2.0], "time: 100 steps, 50 s to 3 min 20 s predicted, 0.5 to 2 s a step"),
+    ({"num_steps": 100}, None, "time: 100 steps"),
+    ({"finish_by": "100s"}, [0.5, 2.0], "time: 1 min 40 s until --finish-by 100s, 50 to 200 steps predicted"),
+)
+def test_the_predicted_time_is_a_range(tmp_path, monkeypatch, caplog, schedule, predicted, line):
+    monkeypatch.setattr(COMMAND_CLOCK, "began", None)
+    caplog.set_level("INFO")
+    caplog.clear()
+    prediction = {"predicted_seconds_range": predicted} if predicted else {}
+    log_length(steps_of(**schedule), Run(tmp_path, quiet(tmp_path), {}, "", prediction=prediction))
+    assert caplog.messages == [line]
+
+
+def test_a_training_of_which_nothing_was_chosen_must_not_take_a_cpu_too_long(tmp_path, monkeypatch, caplog):
+    """What it says instead is a command that begins."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(session, "LONGEST_CPU_HOURS", 0.0)
+    values = {
+        **SETTINGS["vae"],
+        "plan": True,
+        "adversarial_weight": 0.0,
+        "data_path": [str(prepared("vae"))],
+        "output_dir": tmp_path / "my run",
+    }
+    del values["preset"]
+
+    def begin(**further: Any) -> None:
+        settings = assemble(TrainVae, {**values, **further})
+        session.train_model(kinds()["vae"].work(), settings, Console(quiet=True))
+
+    with pytest.raises(UserError, match=r"predicted to take \d+ \w+.* on this CPU") as refused:
+        begin()
+    assert not (tmp_path / "my run").exists()
+    name, advised = parsed(refused.value.hint.splitlines()[1].strip())
+    assert (name, advised.saving.output_dir, advised.saving.yes) == ("train-vae", tmp_path / "my run", True)
+    begin(max_steps=1)
+    assert (tmp_path / "my run" / "checkpoint_last.pt").exists()
+    fast, slow = json.loads((tmp_path / "my run" / "plan.json").read_text())["prediction"]["predicted_seconds_range"]
+    assert 0 < fast < slow < 60

@@ -34,8 +34,7 @@ LITTLE_SHARED_MEMORY_GB = 1.0  # Docker gives 64 MB by default.
 LARGEST_ERROR = {"bf16": 2e-2, "fp16": 2e-3, "fp32": 2e-3}
 LONGEST_CPU_HOURS = 6.0  # A training on a CPU of which nothing was chosen is not begun if it takes longer.
 CPU_TIME = "3h"  # Time of the training that is advised instead.
-# Options of a training that do not go with those of a small one.
-LEFT_OUT = ("device", "init_from", "yes", "finish_by", "num_epochs", "num_steps", "max_steps")
+REPLACED = ("model", "schedule", "device", "yes")  # Options, in groups or alone, that are those of this training then.
 REPAIR_TORCH = "update the driver, or install torch again in a new environment"
 
 
@@ -146,7 +145,7 @@ def smaller_command(plan: Plan, settings: object) -> str:
     values = flatten(settings)
     if all(str(values[name]) == value for name, value in small.items()):
         return ""
-    return train_command(plan, kind, as_flags(settings, {*small, *LEFT_OUT}))
+    return train_command(plan, kind, as_flags(settings, {*small, *REPLACED}))
 
 
 # ------------------------------------------------------------------------------------------------------------- rules

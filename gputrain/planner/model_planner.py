@@ -50,7 +50,9 @@ StepsIn = Callable[[float | None, float], int | None]  # Steps by the seconds of
 # A step takes from this share of its predicted time up to this multiple of it: of steps on a CPU and of those that
 # others have published the prediction is 0.46 to 1.43 (docs/planning.md).
 STEP_RANGE = (0.7, 2.2)
-HOST_GB = 0.5  # Memory of a data worker, and what the process of a training on a CPU takes besides the tensors of a step.
+HOST_GB = (
+    0.5  # Memory of a data worker, and what the process of a training on a CPU takes besides the tensors of a step.
+)
 NCCL_GB = 1.0  # Memory of a GPU that NCCL's buffers and the buckets of gradients take when several GPUs train together.
 
 

@@ -136,8 +136,9 @@ def test_the_time_passes_before_the_first_line():
 
 
 @pytest.mark.parametrize(("device", "rate"), [("cuda", "2 TFLOPS (50 % of peak)"), ("cpu", "2 TFLOPS")])
-def test_a_gpu_has_a_share_of_its_peak(tmp_path, device, rate, clock):
+def test_a_gpu_has_a_share_of_its_peak(tmp_path, device, rate, clock, monkeypatch):
     """A CPU has none: its matrix products may be slower than its convolutions, and the share would exceed 100 %."""
+    monkeypatch.setattr(engine_metrics, "synchronize", lambda device: None)  # There is no GPU to wait for.
     runtime = replace(cpu_runtime(), device=torch.device(device))
     vars(runtime)["product_rate"] = 4e12
     console = Console(file=io.StringIO(), width=200, color_system=None)
@@ -178,13 +179,15 @@ def test_the_bar_moves_at_every_step(tmp_path, clock):
         assert (task.description, task.completed) == ("step 3/100", 3)
         with written.paused("evaluating"):
             assert task.description == "step 3/100, evaluating"
-        for step in (4, 5, 6):
-            clock.now += 2.0
+        for step, left in ((4, ""), (5, ""), (6, "3 min 8 s left")):  # 94 steps of 2 s: the first has compiled.
+            clock.now += 30.0 if step == 4 else 2.0
             written.add({"loss/g/l1": torch.tensor(0.5)}, items=40, flops=0)
-            assert (task.description, task.completed, task.fields["left"]) == (f"step {step}/100", step, "")
+            assert (task.description, task.completed, task.fields["left"]) == (f"step {step}/100", step, left)
+            with written.paused("saving"):
+                clock.now += 7.0
         written.write(6, 0, {})
         written.add({"loss/g/l1": torch.tensor(0.5)}, items=40, flops=0)
-        assert (task.completed, task.fields["left"]) == (7, "3 min 6 s left")  # 93 steps of 2 s.
+        assert (task.completed, task.fields["left"]) == (7, "18 min left")  # 93 steps of 34 / 3 s.
 
 
 def test_slow_steps_have_a_remaining_time(tmp_path, clock):

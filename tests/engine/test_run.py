@@ -15,11 +15,13 @@ from gputrain.config import read_file
 from gputrain.engine import checkpoint, run_folder
 from gputrain.engine.callbacks.reports import Reports
 from gputrain.engine.schedule import Schedule
+from gputrain.engine.stop import format_duration
 from gputrain.errors import Stopped, UserError
 from gputrain.heartbeat import Heartbeat
 from gputrain.hw.plan import Setting
 from gputrain.samples import Report
 from tests.children import Child
+from tests.tables import each_row
 from tests.toy import BATCH, ToyRecipe, batches, cpu_runtime, quiet, train_toy, weights
 from tests.waiting import HANG_SECONDS, wait_until
 
@@ -316,19 +318,28 @@ def test_kill_at_any_moment_is_survived(tmp_path):
     assert_equal(trained(tmp_path / "straight", 40), trained(folder, 40, resume_from="auto"))
 
 
-def test_the_measured_time_of_a_step_stands_beside_the_predicted_one(tmp_path, caplog):
-    """The first line of metrics, which contains what happens once, does not count."""
+@each_row(([1e-9, 1e-8], 1), ([1e-9, 1e3], 0), (None, 0))
+def test_a_prediction_is_corrected_after_three_steps_if_it_was_wrong(tmp_path, caplog, predicted, lines):
     caplog.set_level("INFO")
-    prediction = {"predicted_seconds_per_step": 0.125}
-    train_toy(ToyRecipe(schedule(6)), quiet(tmp_path, log_every_steps=2), prediction=prediction)
+    prediction = {"predicted_seconds_range": predicted} if predicted else {}
+    folder = tmp_path / str(predicted)
+    train_toy(ToyRecipe(schedule(4)), quiet(folder, log_every_steps=100), prediction=prediction)
     said = [message for message in caplog.messages if "were predicted" in message]
-    assert len(said) == 1
-    taken = [row["speed/seconds_per_step"] for row in rows_of(tmp_path) if "speed/seconds_per_step" in row]
-    assert len(taken) == 3
-    assert said[0] == f"a step takes {taken[1]:.3g} s; 0.125 s were predicted"
-    plan = json.loads((tmp_path / "plan.json").read_text())
-    assert plan["prediction"] == prediction
-    assert plan["measured"]["seconds_per_step"] == pytest.approx(taken[-1])
+    assert len(said) == lines
+    seconds = json.loads((folder / "plan.json").read_text())["measured"]["seconds_per_step"]
+    for line in said:
+        assert line == f"a step takes {seconds:.2g} s; 1e-09 to 1e-08 s were predicted: {format_duration(seconds)} left"
+    caplog.clear()
+
+
+def test_plan_json_has_the_measured_time_of_a_step(tmp_path):
+    """Of the last line of metrics, but not of the first one, which contains what happens once."""
+    for steps, line in ((2, None), (6, 2)):
+        folder = tmp_path / str(steps)
+        train_toy(ToyRecipe(schedule(steps)), quiet(folder, log_every_steps=2))
+        measured = json.loads((folder / "plan.json").read_text())["measured"]
+        taken = [row["speed/seconds_per_step"] for row in rows_of(folder) if "speed/seconds_per_step" in row]
+        assert measured.get("seconds_per_step") == (line and pytest.approx(taken[line]))
 
 
 class DrawingRecipe(ToyRecipe):

@@ -16,16 +16,18 @@ from typer.testing import CliRunner
 
 from gputrain.cli import tables
 from gputrain.cli.app import app
-from gputrain.config import assemble
+from gputrain.config import assemble, flatten
 from gputrain.errors import UserError
 from gputrain.hw import doctor
-from gputrain.hw.doctor import Check, advise, check_machine, check_rules, numbers, train_command
+from gputrain.hw.doctor import Check, advise, check_machine, check_rules, numbers, smaller_command, train_command
 from gputrain.hw.driver import Driver
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
+from gputrain.kinds import default_kind, kinds
 from gputrain.serialization import from_json
 from gputrain.vae.config import TrainVae
 from tests.tables import each_row
+from tests.test_docs import parsed
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "tests" / "data" / "machines"
@@ -66,15 +68,15 @@ VERDICTS = {
 }
 # The precision that training on them would use.
 ADVISED = {
-    "rtx5090_cu126": "--device cpu --no-channels-last",
+    "rtx5090_cu126": "--device cpu --preset fast",
     "t4": "--device cuda --precision fp16 --no-use-torch-compile --channels-last",
-    "gtx1080_cu130": "--device cpu --no-channels-last",
-    "no_driver": "--device cpu --no-channels-last",
+    "gtx1080_cu130": "--device cpu --preset fast",
+    "no_driver": "--device cpu --preset fast",
     "windows_without_triton": "--device cuda --precision bf16 --no-use-torch-compile --channels-last",
     "h100": "--device cuda --precision bf16 --channels-last",
-    "mac": "--device cpu --no-channels-last",
-    "driver_too_old": "--device cpu --no-channels-last",
-    "cpu_build": "--device cpu --no-channels-last",
+    "mac": "--device cpu --preset fast",
+    "driver_too_old": "--device cpu --preset fast",
+    "cpu_build": "--device cpu --preset fast",
 }
 
 
@@ -107,7 +109,7 @@ def test_verdicts_by_line(name):
 def test_advice_is_a_command_that_gives_the_plan(name):
     machine = recorded(name)
     plan = advise(machine, check_rules(machine))
-    command = train_command(plan, Path("my pictures"))
+    command = train_command(plan, default_kind(), ["--data-path", "my pictures"])
     assert ADVISED[name] in command
     words = shlex.split(command)
     assert words[:4] == ["gputrain", "train-vae", "--data-path", "my pictures"]
@@ -303,5 +305,23 @@ def test_hardware_without_wishes_is_what_is_advised():
 
 def test_several_gpus_train_together():
     machine = recorded("h100", gpu_count=3)
-    words = shlex.split(train_command(advise(machine, []), Path("data"), ranks=machine.gpu_count))
+    words = shlex.split(train_command(advise(machine, []), default_kind(), [], ranks=machine.gpu_count))
     assert words[:6] == ["torchrun", "--nproc-per-node", "3", "-m", "gputrain", "train-vae"]
+
+
+@each_row("vae", "vocoder", "tts", "asr")
+def test_a_training_that_a_cpu_finishes_is_the_same_with_smaller_settings(kind):
+    """The command has what the user gave, and what is smaller; given as it is, it is not answered with itself."""
+    train, on_cpu, on_gpu = kinds()[kind].train, *(advise(recorded(name), []) for name in ("no_driver", "h100"))
+    given = {"data_path": "my data", "output_dir": "it's", "batch_size": 77, "init_from": "else", "memory_budget": 3.0}
+    command = smaller_command(on_cpu, assemble(train, given))
+    name, read = parsed(command)
+    assert name == f"train-{kind}"
+    flat = flatten(read)
+    assert (flat["data_path"], flat["output_dir"], flat["memory_budget"]) == (["my data"], "it's", 3.0)
+    assert flat["batch_size"] < 77
+    assert "init_from" not in flat or not flat["init_from"]
+    assert flat["finish_by"]
+    assert flat["yes"]
+    assert smaller_command(on_cpu, read) == ""
+    assert smaller_command(on_gpu, assemble(train, given)) == ""

@@ -1,12 +1,13 @@
 """Rates have the right size."""
 
 import itertools
+from random import Random
 
 import pytest
 import torch
 
 from gputrain.hw import speed
-from gputrain.hw.speed import product_flops_per_second
+from gputrain.hw.speed import copied_bytes_per_second, product_flops_per_second, small_operator_seconds
 
 CPU = torch.device("cpu")
 
@@ -23,6 +24,20 @@ def test_the_rate_of_a_product(monkeypatch):
 
     monkeypatch.setattr(speed, "_time", time_taken)
     assert product_flops_per_second(CPU, torch.float32) == pytest.approx(1e12)
+
+
+def test_a_busy_processor_is_measured_between_the_turns_of_others(monkeypatch):
+    """Another program has every other 4 ms: what takes longer than a turn is always interrupted."""
+    turn, rate, random = 4e-3, 2e11, Random(0)
+
+    def time_taken(matrices, count):
+        seconds = 2 * len(matrices[0]) ** 3 * count / rate
+        return seconds + turn * (random.uniform(0, 2 * turn) + seconds > turn)
+
+    monkeypatch.setattr(speed, "_time", time_taken)
+    assert product_flops_per_second(CPU, torch.float32, seconds=0.05) == pytest.approx(rate)
+    assert copied_bytes_per_second(CPU) > 1e8
+    assert 1e-9 < small_operator_seconds(CPU) < 1e-2
 
 
 def test_what_is_timed():

@@ -122,7 +122,7 @@ def test_the_budget_of_a_gpu_of_a_cpu_and_of_an_unknown_machine():
     assert memory_budget(H100, plan_of(), Hardware(), RATES) == MemoryBudget(pytest.approx(74.4), RATES)
     assert memory_budget(H100, plan_of(), Hardware(memory_budget=15), RATES).budget_gb == 15
     on_cpu = memory_budget(H100, plan_of(device="cpu"), Hardware(device="cpu"), RATES)
-    assert (on_cpu.budget_gb, on_cpu.rates) == (100.0, None)
+    assert (on_cpu.budget_gb, on_cpu.rates) == (99.5, RATES)  # Of the free memory, the process itself takes a part.
     bare = Machine(system="Linux", cpu_cores=2)
     assert memory_budget(bare, decide(bare, Hardware()), Hardware(), None).budget_gb == float("inf")
 
@@ -141,6 +141,7 @@ def test_what_does_not_fit_says_by_how_much():
     assert "a single picture is predicted to take 18.0 GB, 3.0 GB more than the 15.0 GB" in error.message
     assert "--preset fast would take 9.0 GB" in error.hint
     assert "--no-plan" in error.hint
+    assert does_not_fit("picture", found, [], "gputrain train-vae").hint.endswith(":\n  gputrain train-vae")
 
 
 @pytest.mark.parametrize("text", ["", '{"device": {"value": "cpu", "reason": "x"}}'])
