@@ -48,7 +48,7 @@ COMPILE_SECONDS = 60.0  # Seconds of a core to compile a step for the first time
 LONG = 10.0  # A training of so many times the seconds of compiling is compiled without a closer look.
 StepsIn = Callable[[float | None, float], int | None]  # Steps by the seconds of one and those of the start.
 # A step takes from this share of its predicted time up to this multiple of it: of steps on a CPU and of those that
-# others have published the prediction is 0.46 to 1.43 (docs/planning.md).
+# others have published the prediction is 0.46 to 1.43 (docs/evidence/predicted_time.md).
 STEP_RANGE = (0.7, 2.2)
 HOST_GB = (
     0.5  # Memory of a data worker, and what the process of a training on a CPU takes besides the tensors of a step.
