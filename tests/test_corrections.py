@@ -1,4 +1,4 @@
-"""The figures of docs/corrections.md follow from each other, from gpus.yaml and from the networks themselves."""
+"""The figures of docs/evidence/corrections.md follow from each other, from gpus.yaml and from the networks."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from gputrain.planner.memory.timeline import MemoryTimeline
 from gputrain.vae.architecture import PRESETS
 from gputrain.vae.model import AutoencoderKL
 
-TEXT = (Path(__file__).parent.parent / "docs" / "corrections.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parent.parent / "docs" / "evidence" / "corrections.md").read_text(encoding="utf-8")
 # The columns are size, batch, forward TFLOP, step TFLOP, floor and guide of the RTX 5090, and those of the RTX 4090.
 SPEED = [re.split(r" \| ", line.strip("| \n")) for line in re.findall(r"^\| \d+ \|.* s?.*\|$", TEXT, re.MULTILINE)]
 ROWS = [row for row in SPEED if len(row) == 8]

@@ -1,6 +1,7 @@
 """The documentation agrees with the program: its option tables, its flags, and every command in it."""
 
 import ast
+import json
 import re
 import shlex
 from collections import Counter
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINKED = [*PAGES, ROOT / "CHANGELOG.md", *(ROOT / "benchmarks").glob("*.md")]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+VAE_PAGE = (ROOT / "docs" / "vae.md").read_text(encoding="utf-8")
 # Configuration files that the documents name, with their content. They stand for files of the reader.
 FILES: dict[str, Callable[[], str]] = {
     "outputs/vae/config.yaml": lambda: to_yaml(assemble(TrainVae, {"data_path": "photos"})),
@@ -209,7 +211,7 @@ def test_what_others_lack_is_shown_by_their_own_pages() -> None:
 
 
 @pytest.mark.slow  # It plans for three GPUs.
-@pytest.mark.parametrize("page", ["README.md", "docs/planning.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/planning.md", "docs/voice.md"])
 def test_the_first_plan_of_a_page_is_what_the_command_prints(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     line = next(line for line in commands_of(text) if line.startswith("gputrain plan "))
@@ -217,6 +219,18 @@ def test_the_first_plan_of_a_page_is_what_the_command_prints(page: str) -> None:
     printed = gputrain_here(*shlex.split(line)[1:]).stdout.splitlines()
     assert len(shown) > 5
     assert [row for row in shown if row.rstrip() not in {row.rstrip() for row in printed}] == []
+
+
+@pytest.mark.slow  # It plans for five sizes.
+def test_the_profiles_of_the_vae_are_planned_as_its_page_says() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (\d+) \| (\d+) \| (\d+).* \| ([\d.]+) GB \|$", VAE_PAGE, re.MULTILINE)
+    planned = []
+    for name, *_ in rows:
+        (plan,) = json.loads(gputrain_here("plan", "train-vae", "--config", name, "--gpu", "rtx5090", "--json").stdout)
+        figures = [plan[key] for key in ("image_size", "batch_size", "micro_batch_size")]
+        planned.append((name, *map(str, figures), f"{plan['predicted_peak_gb']:.1f}"))
+    assert rows == planned
+    assert len(rows) == 5
 
 
 def test_planning_is_short_and_evidence_begins_with_what_it_shows_and_how() -> None:
