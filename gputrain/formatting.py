@@ -1,6 +1,9 @@
-"""Numbers as people write them, for what is printed and drawn."""
+"""Numbers as people write them, and commands as shells read them, for what is printed and drawn."""
 
 import math
+import os
+import shlex
+import subprocess
 
 
 def format_number(value: float, digits: int = 3) -> str:
@@ -25,3 +28,9 @@ def format_bytes(count: int) -> str:
 def counted(count: int, noun: str, many: str = "") -> str:
     """Returns a count with its noun, and what follows it: "1 file", "3 files", "1 file is", "2 files are"."""
     return f"{count:,} {noun if count == 1 else many or noun + 's'}"
+
+
+def shell_command(*words: object) -> str:
+    """Returns the words of a command, or one of them, such that the shell of this system reads them as they are."""
+    texts = [str(word) for word in words]
+    return subprocess.list2cmdline(texts) if os.name == "nt" else shlex.join(texts)

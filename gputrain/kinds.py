@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 from gputrain.config import checked, leaves, read_config
 from gputrain.errors import UserError, require
+from gputrain.formatting import shell_command
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +105,7 @@ class DataCommand(KindOptions):
 
     work: Callable[[Any], DataWork] = field(kw_only=True)  # Takes the settings of the command.
     check: Callable[[Any], None] = lambda settings: None  # Raises UserError if the settings cannot be used.
+    needs: tuple[str, ...] = ()  # Options without a default that `check` asks for, each with a word for its value.
 
 
 @dataclass(frozen=True)
@@ -294,7 +296,9 @@ def refuse_other_data(folder: Path, *wanted: str, hint: str = "") -> None:
     names = " or ".join(kinds()[name].command for name in found)
     raise UserError(
         f"{folder}: is prepared for {format_data_kinds(found)}, not for {format_data_kinds(wanted)}",
-        hint=hint or f"nothing in it is damaged: these are data of {names}; {how_to_prepare(*wanted)}",
+        hint=hint
+        or f"nothing in it is damaged: these are data of {names}, which validate --kind {found[0]} checks; "
+        f"{how_to_prepare(*wanted)}",
     )
 
 
@@ -306,11 +310,17 @@ def refuse_other_model(path: Path, held: str, wanted: str) -> None:
         raise UserError(f"{path}: holds a model of kind {held!r}, expected {wanted!r}", hint=hint)
 
 
-def how_to_prepare(*names: str) -> str:
-    """Returns the hint for data of kinds of model that are not prepared."""
+def how_to_prepare(*names: str, source: str | Path = "FOLDER", options: Sequence[str] = ()) -> str:
+    """Returns the hint for data of kinds of model that are not prepared: the command for each kind, with further
+    `options`, for the `source` if it holds such data."""
     what = " or ".join(dict.fromkeys(kinds()[name].data for name in names))
-    options = " or ".join(f"--kind {name}" for name in names)
-    return f"prepare {what} for it: gputrain prepare-data {options} --input-dir FOLDER --output-dir NEW_FOLDER"
+    at = Path(source) if Path(source).name not in ("", "..") else Path(source).resolve()
+    folders = ("--input-dir", source, "--output-dir", f"{at}_prepared" if at.exists() else "NEW_FOLDER")
+    lines = [
+        shell_command("gputrain", "prepare-data", "--kind", name, *(made.needs if made else ()), *options, *folders)
+        for name, made in ((name, kinds()[name].prepare) for name in names)
+    ]
+    return f"prepare {what} for it: {' or '.join(lines)}"
 
 
 def prepared_counts(report: Any, name: str, value: object) -> dict[str, object]:

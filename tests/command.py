@@ -1,4 +1,6 @@
-"""The command line as a user types it: in a process of its own, or within the tests' process, which is quicker."""
+"""The command line as a user types it: in a process of its own, or within the tests' process, which is quicker.
+
+Whatever it is run for, its hints are checked: their options and commands exist (tests/hints.py)."""
 
 import io
 import subprocess
@@ -9,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 from gputrain.cli.app import main
+from tests.hints import check_printed
 from tests.process import process_kept
 
 Done = subprocess.CompletedProcess[str]
@@ -29,7 +32,9 @@ class ProgressSeen(list[tuple[float, int]]):
 
 def gputrain(*words: object, **options: Any) -> Done:
     command = [sys.executable, "-m", "gputrain", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
+    check_printed(command[3:], done.stdout, done.stderr)
+    return done
 
 
 def gputrain_here(*words: object) -> Done:
@@ -44,4 +49,5 @@ def gputrain_here(*words: object) -> Done:
         code = ended.code
     assert isinstance(code, int), code
     assert "Traceback" not in err.getvalue()
+    check_printed(command[1:], out.getvalue(), err.getvalue())
     return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())

@@ -58,7 +58,7 @@ def comparison_sounds(recogniser: Recogniser, data_path: Path | None) -> list[Sa
     if store.format.sampling_rate != rate_hz:
         raise UserError(
             f"{data_path} was prepared at {store.format.sampling_rate} Hz, and the recogniser reads {rate_hz} Hz",
-            hint="name a folder that gputrain prepare-data --kind asr has filled",
+            hint="name a folder that prepare-data --kind asr has filled",
         )
     step = max(1, len(store.clips) // COMPARED_CLIPS)
     return [from_int16(store.wave(clip)) for clip in store.clips[::step][:COMPARED_CLIPS]]

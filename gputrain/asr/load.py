@@ -93,13 +93,13 @@ def load_pretrained(path: Path, name: str) -> Recogniser:
     if found.vocabulary is None:
         raise UserError(
             f"{name}: no {VOCABULARY}, so that nothing tells which symbols its head writes",
-            hint="copy the tokenizer's files there; one that was only pretrained needs gputrain train-asr --init-from",
+            hint="copy the tokenizer's files there; train one that was only pretrained: train-asr --init-from",
         )
     model, missing = found.load()
     if missing:
         raise UserError(
             f"{name}: its weights lack {format_list(missing)}",
-            hint="one that was only pretrained needs gputrain train-asr --init-from",
+            hint="train one that was only pretrained: train-asr --init-from",
         )
     return Recogniser(model, found.vocabulary, ENCODER_RATE, found.normalizes, name)
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gputrain.audio.io import BLOCK, Samples, read_sound, resample, trim
-from gputrain.data_in.containers import FFMPEG_SOUNDS, READ, SOUNDS
+from gputrain.data_in.containers import FFMPEG_SOUNDS, READ, SOUNDS, hint_of_others
 from gputrain.data_in.preparation import (
     Companions,
     PrepareReport,
@@ -214,7 +214,8 @@ def scan_recordings(
         others = format_counts(tree.ignored)
         raise UserError(
             f"{folder}: no recording in it{f', but other files: {others}' if others else ''}",
-            hint=f"looked for {', '.join(sorted(SOUNDS))}, and with ffmpeg {', '.join(sorted(FFMPEG_SOUNDS))}; read "
+            hint=hint_of_others(tree.ignored)
+            or f"looked for {', '.join(sorted(SOUNDS))}, and with ffmpeg {', '.join(sorted(FFMPEG_SOUNDS))}; read "
             f"are {READ}",
         )
     return tree

@@ -23,8 +23,8 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from gputrain.data_in.preparation import QUARANTINE, Journal
-from gputrain.data_in.sources import hub_name, is_there
+from gputrain.data_in.preparation import GO_ON, QUARANTINE, Journal
+from gputrain.data_in.sources import hub_name, is_there, may_hold
 from gputrain.data_in.split import MANIFEST
 from gputrain.errors import UserError
 from gputrain.files import writing
@@ -34,7 +34,7 @@ from gputrain.serialization import from_row, unreadable
 SHOWN = 4  # Sorts of files that are named of a folder that is not prepared.
 WAVES, PITCHES = "waves.i16", "f0.f32"
 
-PREPARE_AGAIN = "prepare the recordings again, into another folder: gputrain prepare-data --output-dir NEW_FOLDER"
+PREPARE_AGAIN = "prepare the recordings again with gputrain prepare-data, into another folder"
 ELSEWHERE = "prepare into another folder: --output-dir NEW_FOLDER"
 Wave = npt.NDArray[np.int16]
 Pitch = npt.NDArray[np.float32]
@@ -190,21 +190,17 @@ def moved(clip: Row, by: int) -> Row:
 def check_finished(folder: Path, names: Sequence[str], journal: str, *wanted: str) -> None:
     """Raises UserError if a folder lacks one of the files that a finished preparation for the kinds of model that are
     `wanted` writes, or is prepared for another one."""
+    source = hub_name(folder) or folder
+    hint = how_to_prepare(*wanted, source=source if may_hold(folder, "audio") else "FOLDER")
     if not folder.is_dir():
         fault = "is no prepared folder" if is_there(folder) else "no such folder"
-        raise UserError(f"{hub_name(folder) or folder}: {fault}", hint=how_to_prepare(*wanted))
+        raise UserError(f"{source}: {fault}", hint=hint)
     refuse_other_data(folder, *wanted)
     if all((folder / name).is_file() for name in names):
         return
     if (folder / journal).is_file():
-        options = " or ".join(f"--kind {name}" for name in wanted)
-        raise UserError(
-            f"{folder}: its preparation was not finished",
-            hint=f"run gputrain prepare-data {options} again, with the same options: it goes on where it ended",
-        )
-    raise UserError(
-        f"{folder}: not prepared for {' or '.join(wanted)} (found {summary_of(folder)})", hint=how_to_prepare(*wanted)
-    )
+        raise UserError(f"{folder}: its preparation was not finished", hint=GO_ON)
+    raise UserError(f"{folder}: not prepared for {' or '.join(wanted)} (found {summary_of(folder)})", hint=hint)
 
 
 def summary_of(folder: Path) -> str:

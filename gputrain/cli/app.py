@@ -26,6 +26,7 @@ from gputrain.cli.settings import (
 from gputrain.config import leaves, read_config
 from gputrain.errors import UserError, require
 from gputrain.fetch.names import kind_of, local_path
+from gputrain.formatting import shell_command
 from gputrain.hw.doctor import CheckCompatibility, check_machine
 from gputrain.kinds import ModelKind, OwnCommand, kinds
 from gputrain.speech.config import Normalize
@@ -188,7 +189,7 @@ def print_next_steps(kind: ModelKind, run: Path) -> None:
     if not (run / CONFIG).exists():
         return
     commands = [command.line for command in model_commands(run, kind, read_config(run / CONFIG))]
-    commands.append(f"tensorboard --logdir {run / 'logs'}")
+    commands.append(shell_command("tensorboard", "--logdir", run / "logs"))
     ui.out.print(ui.escape(f"The run is in {run}. Next:"), soft_wrap=True)
     for line in commands:
         ui.out.print(f"  {ui.escape(line)}", soft_wrap=True)

@@ -1,6 +1,5 @@
 """`gputrain fetch`: the list of published starting points, and loading them ahead of time."""
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from gputrain.cli import ui
 from gputrain.config import ModelName, config, opt
 from gputrain.errors import UserError
-from gputrain.formatting import format_bytes
+from gputrain.formatting import format_bytes, shell_command
 from gputrain.kinds import kinds
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def load(name: str) -> None:
             path, files = fetch_model(place, published(entry), sha256=entry.sha256 if entry else None)
         except UserError as error:
             raise by_short_name(error, place, name) if entry else error from None
-    used = shlex.quote(str(path) if not is_data and Path(name).exists() else name)
+    used = shell_command(path if not is_data and Path(name).exists() else name)
     found = {"path": path, "size": format_bytes(sum(file.stat().st_size for file in files.values()))}
     if entry:
         ui.print_figures(f"{name}: {entry.about}", {"licence": entry.licence, "page": entry.page, **found})

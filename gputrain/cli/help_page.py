@@ -6,6 +6,7 @@ options is common in its command.
 """
 
 import inspect
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -14,7 +15,10 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from gputrain.config import Leaf, ModelName, describe_range, leaves
+from gputrain.errors import UserError
+from gputrain.formatting import shell_command
 
+UsageError: Any = typer.BadParameter.__base__  # Click's, which newer versions of typer bring along.
 WIDEST = 120  # Columns of a help page on a wider terminal.
 SHOWS_ALL = "gputrain.help_all"  # Key in click's context.
 METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", ModelName: "MODEL", str: "TEXT"}
@@ -33,7 +37,27 @@ class GroupPage(TyperGroup):
 
 
 class CommandPage(TyperCommand):
-    """A command whose help pages list the options of its config class."""
+    """A command whose help pages list the options of its config class, and whose words each follow an option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse a command line. Raises UserError that names the options of words without one, and those missing."""
+        words = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except UsageError as error:
+            given, stray, _ = self.make_parser(ctx).parse_args(args=words)
+            if not stray and type(error).__name__ != "MissingParameter":
+                raise
+            given = {**(ctx.default_map or {}), **given}
+            known = leaves(vars(self.callback)["settings"]).values()
+            missing = [leaf for leaf in known if leaf.required and not given.get(leaf.name)]
+            first = [leaf for leaf in known if metavar(leaf) == "PATH"][:1]
+            wanted = missing or [leaf for leaf in first if leaf.name not in given]
+            written = list(map(names, missing))
+            if len(stray) == len(wanted) and all(map(os.path.exists, stray)):
+                written = [f"{leaf.flag} {shell_command(word)}" for leaf, word in zip(wanted, stray, strict=True)]
+            follows = " ".join(written) or f"{ctx.command_path} -h lists them"
+            raise UserError(error.format_message(), hint=f"each value follows its option: {follows}") from None
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         settings = vars(self.callback)["settings"]

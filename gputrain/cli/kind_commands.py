@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +14,7 @@ from rich.markup import escape
 from gputrain.cli import tables, ui
 from gputrain.cli.settings import DataSettings, EvaluateSettings, ExportSettings, PrepareSettings, ValidateSettings
 from gputrain.errors import UserError
+from gputrain.formatting import shell_command
 from gputrain.kinds import DataWork, ModelKind, ReportProgress, kinds, refuse_other_data
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def prepare(settings: PrepareSettings) -> None:
     _show(f"Prepared {output_dir}", work, report, settings.output_file)
     command = kinds()[settings.kind].command
     for words in (("plan", command), (command,)):
-        line = shlex.join(("gputrain", *words, "--data-path", str(output_dir), *work.train_options))
+        line = shell_command("gputrain", *words, "--data-path", output_dir, *work.train_options)
         ui.out.print(f"{'Next:' if words[0] == 'plan' else '     '} {escape(line)}", soft_wrap=True)
 
 
@@ -173,7 +173,7 @@ def run_demo(folder: Path, kind: str, run_command: Callable[[list[str]], object]
     demo.make_source(folder)
     for line in demo.commands(folder):
         words = [str(word) for word in line]
-        ui.err.print(f"\n[bold cyan]$ gputrain {shlex.join(words)}[/]", soft_wrap=True)
+        ui.err.print(f"\n[bold cyan]$ {escape(shell_command('gputrain', *words))}[/]", soft_wrap=True)
         run_command(words)
     ui.out.print()
     ui.print_figures(f"The demo took {time.monotonic() - began:.0f} s", demo.results(folder))

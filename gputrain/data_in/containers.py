@@ -16,7 +16,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from decimal import Decimal
@@ -29,6 +29,8 @@ from gputrain.errors import UserError, first_line, require
 from gputrain.fetch.archives import fault_of_name, room_for, too_large, write_new
 from gputrain.fetch.datasets import NO, UNUSABLE, split_of
 from gputrain.files import Progress, writing
+from gputrain.formatting import shell_command
+from gputrain.kinds import kinds
 
 MediaKind = Literal["image", "audio"]
 
@@ -99,6 +101,15 @@ def suffix_of(content: bytes | Path, media: Media) -> str:
 ARCHIVE = re.compile(r"\.(zip|tgz|tbz2|txz|tar(\.(gz|bz2|xz|zst))?)$", re.IGNORECASE)
 TABLE = re.compile(r"\.(parquet|arrow|feather)$", re.IGNORECASE)
 READ = "a folder, parquet, Arrow, tar and zip files, and hf://datasets/NAME; docs/data_sources.md"
+
+
+def hint_of_others(suffixes: Iterable[str]) -> str:
+    """Returns which kinds of model the pictures or recordings among files are for, and nothing if there are none."""
+    held = [name for name, media in MEDIA.items() if not media.suffixes.isdisjoint(suffixes)][:1]
+    of = [kind for kind in kinds().values() if kind.media in held]
+    commands, names = (" or ".join(getattr(kind, part) for kind in of) for part in ("command", "name"))
+    hint = f"it holds data of {commands}; prepare-data and validate take --kind {names} for them"
+    return hint if of else ""
 
 
 def check_file(path: Path) -> None:
@@ -388,15 +399,15 @@ def _column_of(features: Mapping[str, Any], label: str, media: Media, column: st
     if found:
         raise UserError(
             f"{label}: several columns may hold the {media.noun}: {', '.join(found)}",
-            hint=f"choose one: gputrain prepare-data --column {found[0]}",
+            hint=f"choose one: prepare-data --column {shell_command(found[0])}",
         )
     shown = [f"{name} ({getattr(feature, 'dtype', types[name])})"[:80] for name, feature in features.items()]
     hint = (
-        "choose one of bytes, of bytes and paths, or of paths: gputrain prepare-data --column NAME. Lists, arrays and "
+        "choose one of bytes, of bytes and paths, or of paths: --column NAME of prepare-data. Lists, arrays and "
         "addresses are not read; img2dataset, say, loads addresses into tar files"
     )
     other = next(kind for kind in MEDIA.values() if kind != media)
     if any(name.lower() in other.columns or types[name] == other.feature for name in features):
-        hint = f"it holds {other.noun}: choose a --kind of model that is trained on them"
+        hint = hint_of_others(other.suffixes)
     fault = f"no column {column} of {media.noun}" if column else f"no column of {media.noun}"
     raise UserError(f"{label}: {fault}; columns: {', '.join(shown) or 'none'}", hint=hint)

@@ -241,6 +241,9 @@ class Companions:
         return {path: owner for path, at, stem in found if (owner := owners.get((at, stem), path)) != path}
 
 
+GO_ON = "run gputrain prepare-data again, with the same options: it goes on where it ended"
+
+
 def check_input_folder(folder: Path, content: str) -> None:
     if not folder.is_dir():
         fault = "is a file, expected a folder" if folder.exists() else "no such folder or file"

@@ -34,6 +34,7 @@ from gputrain.data_in.containers import (
     Media,
     MediaKind,
     check_file,
+    hint_of_others,
     link_new,
     read_tables,
 )
@@ -208,8 +209,8 @@ def _fill(
         fault = f"none of the {MEDIA[media].noun} in it can be used: {refused[0].path}: {refused[0].detail}"
     elif any(ARCHIVE.search(f"x{suffix}") for suffix in suffixes):
         hint = "it holds archives itself: unpack it once, and name the folder"
-    elif other := next((kind for kind in MEDIA.values() if kind.suffixes & suffixes), None):
-        hint = f"it holds {other.noun}: choose a --kind of model that is trained on them"
+    else:
+        hint = hint_of_others(suffixes) or hint
     raise UserError(f"{shown}: {fault}", hint=hint)
 
 
@@ -244,6 +245,13 @@ def hub_name(given: Path) -> str:
 def origin_of(given: Path) -> str:
     """Returns what a preparation notes of its source, wherever that was unpacked: the full path, or the Hub's name."""
     return hub_name(given) or str(given.resolve())
+
+
+def may_hold(given: Path, media: MediaKind) -> bool:
+    """Returns True if a path leads to pictures or recordings, or to what they can be unpacked from."""
+    suffixes = {*MEDIA[media].suffixes, *CONTAINERS}
+    files = [given] if given.is_file() else given.rglob("*")
+    return bool(hub_name(given)) or any(path.suffix.lower() in suffixes for path in files)
 
 
 def is_there(given: Path) -> bool:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from gputrain.engine.data import Sample, SampleSource
 from gputrain.errors import UserError
+from gputrain.formatting import shell_command
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ def data_folders(given: GivenFolders) -> tuple[DataFolder, ...]:
         if place in seen:
             raise UserError(
                 f"{folder.path}: the same folder as {seen[place].path}, given twice",
-                hint=f"give it once; --data-path {folder.path}=2 draws each of its items twice an epoch",
+                hint=f"give it once; --data-path {shell_command(folder.path)}=2 draws each of its items twice an epoch",
             )
         seen[place] = folder
     return folders

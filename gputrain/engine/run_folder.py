@@ -23,6 +23,7 @@ from gputrain.engine.schedule import RunProgress, Saving, StepSchedule
 from gputrain.engine.stop import StopSignal
 from gputrain.errors import Stopped, UserError, first_line
 from gputrain.files import write_text
+from gputrain.formatting import shell_command
 from gputrain.heartbeat import HEARTBEAT, Heartbeat, time_now
 from gputrain.hw.plan import Plan
 from gputrain.hw.probe import machine_facts
@@ -169,8 +170,9 @@ class Run:
         if not (self.folder / CONFIG).exists():  # The run ended before its first step.
             return "run the same command again, with --resume-from auto"
         limit = self.settings.get("max_steps", 0)
-        further = f" --max-steps {limit}" if limit else ""
-        return f"go on with: {self.command} --config {self.folder / CONFIG} --resume-from auto{further}"
+        further = ("--max-steps", limit) if limit else ()
+        words = (*self.command.split(), "--config", self.folder / CONFIG, "--resume-from", "auto", *further)
+        return f"go on with: {shell_command(*words)}"
 
     def has_started(self) -> None:
         """Write the configuration into the folder after the first step, which shows that it works.

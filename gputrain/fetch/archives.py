@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, Any
 
 from gputrain.errors import UserError, first_line
-from gputrain.formatting import format_bytes
+from gputrain.formatting import format_bytes, shell_command
 
 ENDINGS = (".zip", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar")
 LARGEST_RATIO = 100  # Bytes of the content for each of the archive: weights, sound and pictures shrink much less.
@@ -168,7 +168,7 @@ def _name_of(archive: Path, info: zipfile.ZipInfo) -> str:
         raise UserError(
             f"{archive}: is not unpacked, since nothing states the code page of its names, such as {info.filename!r}",
             hint="unpack it with that of its computer (cp866 is Russian, cp932 Japanese), by Python 3.11 or newer, and "
-            f"name the folder: python -m zipfile --metadata-encoding cp866 -e {archive} FOLDER",
+            f"name the folder: python -m zipfile --metadata-encoding cp866 -e {shell_command(archive)} FOLDER",
         ) from None
 
 

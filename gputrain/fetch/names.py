@@ -28,7 +28,7 @@ from gputrain.fetch import hub
 from gputrain.fetch.archives import content_of, stem_of, unpack
 from gputrain.fetch.hub import ADAPTER_FILE, PREFIXES, Faults, HubName, fault_of_download, is_offline, parse_hub_name
 from gputrain.fetch.published import fetch_model
-from gputrain.formatting import format_bytes
+from gputrain.formatting import format_bytes, shell_command
 from gputrain.kinds import ModelKind, PublishedFiles, default_kind, kinds
 from gputrain.serialization import from_json, read_yaml
 
@@ -252,7 +252,8 @@ class TrainedModel:
             if kind.published and kind.published.only_to_start and kind.published.kind == named:
                 raise UserError(
                     f"{self.model}: begins a training, and is no model that this command reads",
-                    hint=f"{kind.command} --init-from {self.model}, then name the run",
+                    hint="train with it, then name the run: "
+                    + shell_command("gputrain", kind.command, "--init-from", self.model, "--data-path", "FOLDER"),
                 )
         return local_path(self.model, *(kind.published for kind in kinds().values() if kind.published))
 

@@ -7,10 +7,7 @@ GPUs that each build of torch has code for: https://github.com/pytorch/pytorch/b
 """
 
 import contextlib
-import os
 import re
-import shlex
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +15,7 @@ from typing import Any, Literal
 
 from gputrain.config import as_flags, config, flatten, opt
 from gputrain.errors import UserError, first_line
+from gputrain.formatting import shell_command
 from gputrain.hw.driver import torch_for
 from gputrain.hw.gpus import find_gpu
 from gputrain.hw.plan import Hardware, Plan, decide
@@ -132,7 +130,7 @@ def train_command(plan: Plan, kind: ModelKind, options: Sequence[str], ranks: in
         words += ["--num-workers", str(plan.num_workers.value)]
     else:
         words += [*kind.small, "--finish-by", CPU_TIME]
-    return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
+    return shell_command(*words)
 
 
 def smaller_command(plan: Plan, settings: object) -> str:

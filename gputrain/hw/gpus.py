@@ -113,7 +113,7 @@ def find_gpu(name: str) -> Gpu:
     if words.endswith("mig"):
         raise UserError(f"{name!r} is a slice of a GPU", hint=f"it is planned by its memory: {by_memory}")
     close = difflib.get_close_matches(words or name, known_gpus(), n=3, cutoff=0.5)
-    meant = f"did you mean {' or '.join(close)}?" if close else "gputrain plan --all-gpus lists all that are known"
+    meant = f"did you mean {' or '.join(close)}?" if close else "gputrain plan train-vae --all-gpus lists them"
     hint = f"{meant}; a card that is not listed is planned by its memory: {by_memory}"
     raise UserError(f"unknown GPU {name!r}", hint=hint)
 

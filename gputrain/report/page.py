@@ -6,8 +6,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import shlex
-import subprocess
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ from gputrain.engine.schedule import Saving
 from gputrain.engine.stop import COMMAND_CLOCK, EXIT_SECONDS, format_duration, parse_duration
 from gputrain.errors import UserError, first_line
 from gputrain.files import write_text
+from gputrain.formatting import shell_command
 from gputrain.heartbeat import step_text
 from gputrain.hw.ranks import Ranks
 from gputrain.kinds import ModelKind, kinds
@@ -413,7 +412,7 @@ def model_commands(run: Path, kind: ModelKind, settings: Mapping[str, Any]) -> l
 
 
 def _command(purpose: str, *words: str) -> NextCommand:
-    return NextCommand(purpose, subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words))
+    return NextCommand(purpose, shell_command(*words))
 
 
 def _is_elsewhere(run: RunRecord) -> bool:
@@ -465,7 +464,8 @@ def _write_at_end(saving: Saving) -> None:
     if saving.max_time and COMMAND_CLOCK.began is not None:
         left = parse_duration(saving.max_time) - (time.monotonic() - COMMAND_CLOCK.began) - EXIT_SECONDS / 2
         if left < LEAST_SECONDS:
-            log.info("there is no time for a report before the limit: gputrain report %s writes it", saving.output_dir)
+            again = shell_command("gputrain", "report", saving.output_dir)
+            log.info("there is no time for a report before the limit: %s writes it", again)
             return
         seconds = min(seconds, left - LEAST_SECONDS / 2)
     try:

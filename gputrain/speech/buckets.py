@@ -34,6 +34,7 @@ from gputrain.data_in.split import (
 from gputrain.engine.data import Sample
 from gputrain.errors import UserError
 from gputrain.hw.ranks import SINGLE, Ranks
+from gputrain.kinds import how_to_prepare
 from gputrain.speech.config import ENCODER_RATE, POLICIES, STRIDE, SpeechData, SpeechKind, encoder_frames
 from gputrain.speech.packing import Integers, cut, random_words, shape_borders, shuffled_by_length
 from gputrain.speech.store import SpeechClip, SpeechStore, frame_count, joined
@@ -99,13 +100,13 @@ def check_kind(store: SpeechStore, kind: SpeechKind) -> None:
         raise UserError(
             f"{store.folder}: prepared for {POLICIES[format.kind].name} (--kind {format.kind}), not for "
             f"{POLICIES[kind].name}",
-            hint=f"run gputrain prepare-data --kind {kind} into another folder",
+            hint=how_to_prepare(kind),
         )
     if kind == "asr" and (format.sampling_rate, format.hop_size) != (ENCODER_RATE, STRIDE):
         raise UserError(
             f"{store.folder}: prepared at {format.sampling_rate} Hz with {format.hop_size} samples a frame; a "
             f"recogniser reads {ENCODER_RATE} Hz with {STRIDE}",
-            hint="run gputrain prepare-data --kind asr into another folder",
+            hint=how_to_prepare("asr"),
         )
 
 

@@ -34,6 +34,7 @@ def prepare_command(kind: SpeechKind, *further: str) -> DataCommand:
         names=options_of(kind) | {"align_with", "exclude", "trim_db", "loudness_db", *further},
         work=partial(prepare_transcribed, kind=kind),
         check=check,
+        needs=("--language", "LANGUAGE"),
     )
 
 

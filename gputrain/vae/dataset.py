@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from PIL import Image
 
-from gputrain.data_in.preparation import RefusedItem, SourceFile, refuse_exclude
+from gputrain.data_in.preparation import GO_ON, RefusedItem, SourceFile, refuse_exclude
 from gputrain.data_in.sources import open_source
 from gputrain.data_in.split import (
     HELD_OUT_SHARE,
@@ -36,7 +36,7 @@ from gputrain.engine.data import DataWarning, Sample, item_rng
 from gputrain.errors import UserError
 from gputrain.files import read_rows
 from gputrain.hw.probe import usable_cores
-from gputrain.kinds import prepared_for, refuse_other_data
+from gputrain.kinds import how_to_prepare, prepared_for, refuse_other_data
 from gputrain.serialization import is_fingerprint, unreadable
 from gputrain.vae.config import PictureLimits
 from gputrain.vae.pictures import (
@@ -114,8 +114,8 @@ def open_pictures(
         source = open_source(folder.path, "image", unpack_at)
         if source.unpacked and unpack_at:
             log.info(
-                "%s: unpacked in %s, which the run needs; prepared pictures need no such copy: gputrain prepare-data "
-                "--input-dir %s --output-dir PREPARED", folder.path, source.unpacked, folder.path,
+                "%s: unpacked in %s, which the run needs; prepared pictures need no such copy: %s",
+                folder.path, source.unpacked, how_to_prepare("vae", source=folder.path),
             )  # fmt: skip
         pictures, rejected = _pictures_in(source.folder, exclude)
         rejected = [*rejected, *source.refused]
@@ -144,7 +144,7 @@ def _pictures_in(folder: Path, exclude: Sequence[str]) -> tuple[list[Picture], l
             raise unreadable(folder / MANIFEST, "run gputrain prepare-data again to rebuild it")
         found = _in_threads(partial(_from_manifest, folder), rows)
     elif (folder / JOURNAL).is_file():
-        raise UserError(f"{folder}: its preparation was not finished", hint="run gputrain prepare-data again")
+        raise UserError(f"{folder}: its preparation was not finished", hint=GO_ON)
     else:
         tree = scan_pictures(folder, exclude)
         refused += tree.refused

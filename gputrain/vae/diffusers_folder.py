@@ -21,6 +21,7 @@ from torch import Tensor
 from gputrain.engine.checkpoint import differences, format_list, load_weights, refuse_nonfinite
 from gputrain.errors import UserError
 from gputrain.files import written_aside
+from gputrain.formatting import shell_command
 from gputrain.vae.architecture import PATCH, VaeArchitecture
 from gputrain.vae.latents import BATCH_NORM_EPS, STATISTICS, LatentScaling, PatchStatistics
 from gputrain.vae.model import AutoencoderKL
@@ -341,6 +342,6 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         )
         hint = "save it with diffusers' save_pretrained(folder, safe_serialization=True)"
         if others:
-            hint = f"train-vae --init-from takes the file {others[0].name} itself: --init-from {others[0]}"
+            hint = f"train-vae takes the file {others[0].name} itself: --init-from {shell_command(others[0])}"
         raise UserError(f"{path}: no such file", hint=hint)
     return present_names(read_safetensors(path).tensors)

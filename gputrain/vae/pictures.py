@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageCms, PngImagePlugin, UnidentifiedImageError, features
 
-from gputrain.data_in.containers import PICTURES, READ
+from gputrain.data_in.containers import PICTURES, READ, hint_of_others
 from gputrain.data_in.preparation import (
     Companions,
     RefusedItem,
@@ -129,13 +129,14 @@ def scan_pictures(folder: Path, exclude: Sequence[str] | None = None) -> Picture
 
     Raises UserError if the folder is missing or holds no picture.
     """
-    check_input_folder(folder, "pictures: --data-path FOLDER")
+    check_input_folder(folder, "pictures")
     tree = scan(folder, PICTURES, exclude or (), None if exclude is None else MASKS)
     if not tree.paths and not tree.refused:
         found = format_counts(tree.ignored)
         raise UserError(
             f"{folder}: " + (f"holds no picture (found {found})" if found else "the folder is empty"),
-            hint=f"pictures are files with one of the suffixes {' '.join(sorted(PICTURES))}, in any subfolder; read "
+            hint=hint_of_others(tree.ignored)
+            or f"pictures are files with one of the suffixes {' '.join(sorted(PICTURES))}, in any subfolder; read "
             f"are {READ}",
         )
     refused = tree.refused

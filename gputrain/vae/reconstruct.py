@@ -142,7 +142,7 @@ def reconstruct_folder(settings: Reconstruct, progress: Callable[[float, int], N
         if len(pairs) < SHEET_PICTURES:
             pairs.append((_thumbnail(original_CHW), _thumbnail(made_CHW), name))
     if not written:
-        raise UserError(f"{settings.input}: no readable picture", hint="gputrain validate names each fault")
+        raise UserError(f"{settings.input}: no readable picture", hint="the warnings name each fault")
     originals, made, shown = zip(*pairs, strict=True)
     title = f"{settings.weights}: centres of the pictures; over whole pictures"
     sheet = reconstruction_sheet(originals, made, shown, title, psnrs[: len(pairs)])
@@ -155,6 +155,8 @@ def wanted_pictures(settings: Reconstruct) -> list[str]:
 
     Earlier reconstructions in a subfolder are none of them. Raises UserError if the output is the folder itself.
     """
+    if not settings.input.exists():
+        raise UserError(f"{settings.input}: no such file or folder", hint="--input takes a picture or a folder of them")
     is_folder = settings.input.is_dir()
     read, output = (settings.input if is_folder else settings.input.parent).resolve(), settings.output_dir.resolve()
     if output == read:

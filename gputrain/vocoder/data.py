@@ -140,7 +140,7 @@ def log_training(settings: TrainVocoder, runtime: Runtime, sounds: VocoderData) 
     log.info("clips for training: %d (%s), held out: %d", len(train), duration, held_out)
     if (voiced := sounds.voiced_share) < LEAST_VOICED:
         log.warning(
-            "%.1f %% of the frames have a pitch: the vocoder cannot learn it; run gputrain validate --kind vocoder",
+            "%.1f %% of the frames have a pitch: the vocoder cannot learn it; gputrain validate names the recordings",
             100 * voiced,
         )
     log.info(

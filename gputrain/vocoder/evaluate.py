@@ -31,6 +31,7 @@ from gputrain.errors import UserError
 from gputrain.files import Progress, no_progress, to_int16
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import Runtime, runtime_on, synchronize
+from gputrain.kinds import how_to_prepare
 from gputrain.samples import Report, Sheet, SheetCell, SoundSample
 from gputrain.vocoder.config import VocoderSaving
 from gputrain.vocoder.generator import Generator, Noise, draw_noise
@@ -301,7 +302,7 @@ def check_fits(store: VocoderStore, mel: Mel, *, is_new: bool = False) -> None:
             raise UserError(
                 f"{store.folders}: prepared with {name} {theirs}, and the model has {ours} {unit}",
                 hint=f"train with {option} {theirs}, or " * is_new
-                + f"prepare into another folder: gputrain prepare-data --kind vocoder {option} {ours}",
+                + how_to_prepare("vocoder", options=(option, str(ours))),
             )
 
 

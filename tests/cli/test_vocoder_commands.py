@@ -49,7 +49,7 @@ def test_sound_of_another_rate_or_hop(typed, notes):
     refused(
         typed, training(notes, hop_size=128, upsample_rates=[16, 8], upsample_kernel_sizes=[32, 16]),
         "prepared with hop_size 64, and the model has 128 samples",
-        "train with --hop-size 64, or prepare into another folder: gputrain prepare-data --kind vocoder --hop-size 128",
+        "train with --hop-size 64, or prepare recordings for it: gputrain prepare-data --kind vocoder --hop-size 128",
     )  # fmt: skip
 
 
