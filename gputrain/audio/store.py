@@ -34,7 +34,7 @@ from gputrain.serialization import from_row, unreadable
 SHOWN = 4  # Sorts of files that are named of a folder that is not prepared.
 WAVES, PITCHES = "waves.i16", "f0.f32"
 
-PREPARE_AGAIN = "prepare the recordings again with gputrain prepare-data, into another folder"
+PREPARE_AGAIN = "prepare the recordings again, into another folder, with gputrain prepare-data"
 ELSEWHERE = "prepare into another folder: --output-dir NEW_FOLDER"
 Wave = npt.NDArray[np.int16]
 Pitch = npt.NDArray[np.float32]

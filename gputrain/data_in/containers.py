@@ -105,11 +105,12 @@ READ = "a folder, parquet, Arrow, tar and zip files, and hf://datasets/NAME; doc
 
 def hint_of_others(suffixes: Iterable[str]) -> str:
     """Returns which kinds of model the pictures or recordings among files are for, and nothing if there are none."""
-    held = [name for name, media in MEDIA.items() if not media.suffixes.isdisjoint(suffixes)][:1]
-    of = [kind for kind in kinds().values() if kind.media in held]
-    commands, names = (" or ".join(getattr(kind, part) for kind in of) for part in ("command", "name"))
-    hint = f"it holds data of {commands}; prepare-data and validate take --kind {names} for them"
-    return hint if of else ""
+    for name, media in MEDIA.items():
+        if not media.suffixes.isdisjoint(suffixes):
+            of = [kind for kind in kinds().values() if kind.media == name]
+            commands, names = (" or ".join(getattr(kind, part) for kind in of) for part in ("command", "name"))
+            return f"it holds {media.noun}, for {commands}; prepare-data and validate take --kind {names} for them"
+    return ""
 
 
 def check_file(path: Path) -> None:

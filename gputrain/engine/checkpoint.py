@@ -45,7 +45,7 @@ from gputrain.weights import log_unused, other_file
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-ANOTHER = "copy or download it again, as {} holds no intact one; or train anew, in another --output-dir"
+ANOTHER = "copy or download it again, as {} holds no intact one; or train anew, in another folder"
 
 LAST, PREVIOUS, BEST = "checkpoint_last.pt", "checkpoint_previous.pt", "checkpoint_best.pt"
 WHY_CHOSEN = {

@@ -274,11 +274,11 @@ def read_run(folder: Path, name: str = "") -> RunRecord:
     elif not os.access(folder, os.X_OK):
         fault = "cannot be read"
     if fault:
-        raise UserError(f"{folder}: {fault}", hint="name the --output-dir of a training")
+        raise UserError(f"{folder}: {fault}", hint="name the run folder of a training")
     reader = RunReader(folder, name, follows_links=True)
     reader.refresh()
     if not any(reader.record.versions[part] for part in ("settings", "metrics", "plan")) and not newest_first(folder):
-        raise UserError(f"{folder}: holds no run", hint="name the --output-dir of a training")
+        raise UserError(f"{folder}: holds no run", hint="name the run folder of a training")
     return reader.record
 
 

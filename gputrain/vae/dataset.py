@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from PIL import Image
 
-from gputrain.data_in.preparation import GO_ON, RefusedItem, SourceFile, refuse_exclude
+from gputrain.data_in.preparation import GO_ON, RefusedItem, SourceFile, check_input_folder, refuse_exclude
 from gputrain.data_in.sources import open_source
 from gputrain.data_in.split import (
     HELD_OUT_SHARE,
@@ -146,6 +146,7 @@ def _pictures_in(folder: Path, exclude: Sequence[str]) -> tuple[list[Picture], l
     elif (folder / JOURNAL).is_file():
         raise UserError(f"{folder}: its preparation was not finished", hint=GO_ON)
     else:
+        check_input_folder(folder, "pictures: --data-path FOLDER")
         tree = scan_pictures(folder, exclude)
         refused += tree.refused
         found = _in_threads(partial(_from_file, folder), tree.sources)

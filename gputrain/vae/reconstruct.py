@@ -155,14 +155,14 @@ def wanted_pictures(settings: Reconstruct) -> list[str]:
 
     Earlier reconstructions in a subfolder are none of them. Raises UserError if the output is the folder itself.
     """
-    if not settings.input.exists():
-        raise UserError(f"{settings.input}: no such file or folder", hint="--input takes a picture or a folder of them")
     is_folder = settings.input.is_dir()
     read, output = (settings.input if is_folder else settings.input.parent).resolve(), settings.output_dir.resolve()
     if output == read:
         raise UserError(
             f"{settings.output_dir}: holds the pictures that are reconstructed", hint="choose another --output-dir"
         )
+    if not settings.input.exists():
+        raise UserError(f"{settings.input}: no such file or folder", hint="--input takes a picture or a folder of them")
     if not is_folder:
         return [settings.input.name]
     names = [source.path for source in scan_pictures(settings.input).sources]

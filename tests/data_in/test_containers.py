@@ -165,7 +165,7 @@ OUTSIDE = "leads out of the table's folder"
     ("x.arrow", raw(b"\xff\xff\xff\xff" + b"\1" * 99), "x.arrow: damaged", ""),
     ("x.arrow", cut(lambda file: write_arrow(file, rows_of(*[cell()] * 9)), 700), "x.arrow: damaged", ""),
     ("x.tar", tarred(("a.txt", b"x"), ("b.zip", b"PK")), "no pictures in it", "it holds archives"),
-    ("x.tar", tarred(("a.wav", b"x")), "no pictures in it", "it holds data of train-vocoder or train-tts or "),
+    ("x.tar", tarred(("a.wav", b"x")), "no pictures in it", "it holds recordings, for train-vocoder or "),
     ("x.tar", os.mkfifo, "x.tar: no regular file", "hf://datasets/NAME"),
     *((name, write((member, PICTURE)), f"{name}: is not unpacked, since its member {member!r} {fault}", "of your own")
       for name, write in (("x.tar", tarred), ("x.zip", zipped))
