@@ -73,6 +73,7 @@ def opt(
     separator: str = ",",
     choices: Sequence[str] = (),
     is_saved: bool = True,
+    is_secret: bool = False,
     is_positional: bool = False,
     implied_by: Sequence[str] = (),
 ) -> Any:
@@ -83,12 +84,12 @@ def opt(
     `separator` separates the items of a list that is written as one text. It is empty if the items are texts that may
     contain any character; then a list is the option repeated, or a sequence in a file. `choices` are the values of a
     text if they are known only when the program runs. A value that is not `is_saved` belongs to one command, and is not
-    written to a run's config.yaml. One that `is_positional` is given without a flag. A switch that is left out is on
-    where one of the options `implied_by` is given.
+    written to a run's config.yaml. One that `is_secret` is not written anywhere. One that `is_positional` is given
+    without a flag. A switch that is left out is on where one of the options `implied_by` is given.
     """
     metadata = {
         "help": help, "level": level, "min": min, "max": max, "separator": separator, "choices": tuple(choices),
-        "is_saved": is_saved, "is_positional": is_positional, "implied_by": tuple(implied_by),
+        "is_saved": is_saved, "is_secret": is_secret, "is_positional": is_positional, "implied_by": tuple(implied_by),
     }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -139,6 +140,7 @@ class Leaf:
     spellings: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     is_saved: bool = True
+    is_secret: bool = False
     is_positional: bool = False
     implied_by: tuple[str, ...] = ()
 
@@ -300,7 +302,8 @@ def convert(leaf: Leaf, value: object, where: str = "", name: str = "") -> Any:
         given = leaf.items(value) if isinstance(value, str) else value
         made = converted(leaf.plain_type, given, name, reads_texts=True)
     except (TypeError, ValueError, OverflowError):
-        raise UserError(f"{where}{name} is {reprlib.repr(value)}, expected {describe(leaf.plain_type)}") from None
+        shown = "not shown" if leaf.is_secret else reprlib.repr(value)
+        raise UserError(f"{where}{name} is {shown}, expected {describe(leaf.plain_type)}") from None
     for number in made if isinstance(made, tuple) else (made,):
         if isinstance(number, (int, float)):
             low, high = leaf.min, leaf.max
@@ -344,8 +347,9 @@ def unknown_key(name: str, known: Mapping[str, object], where: str = "", kind: s
 
 
 def flatten(instance: object) -> dict[str, Any]:
-    """Return flat plain values (numbers, texts, booleans, lists), from which `assemble` builds an equal instance."""
-    values = {name: leaf.value_in(instance) for name, leaf in leaves(type(instance)).items()}
+    """Return flat plain values (numbers, texts, booleans, lists), from which `assemble` builds an instance that is
+    equal but for its secrets."""
+    values = {name: leaf.value_in(instance) for name, leaf in leaves(type(instance)).items() if not leaf.is_secret}
     return {name: _plain(value) for name, value in values.items() if value is not None}
 
 

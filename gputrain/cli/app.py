@@ -172,11 +172,13 @@ def train(kind: ModelKind, settings: Any) -> None:
     if not settings.saving.resume_from and (name := getattr(settings.model, "init_from", None)) and kind.published:
         local_path(name, kind.published)  # What cannot be had is said before torch is loaded and anything is planned.
     require(*kind.packages)
+    from gputrain.report.notify import Messages
     from gputrain.report.page import report_at_end
     from gputrain.session import train_model
     from gputrain.watch.server import watched_beside
 
-    with watched_beside(settings.saving), report_at_end(settings.saving):
+    messages = Messages(kind, settings.saving)
+    with watched_beside(settings.saving), report_at_end(settings.saving), messages:
         train_model(kind.work(), settings, ui.err)
     print_next_steps(kind, settings.saving.output_dir)
 

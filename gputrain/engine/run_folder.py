@@ -32,7 +32,7 @@ from gputrain.serialization import from_row
 log = logging.getLogger(__name__)
 
 # Settings whose changes are not reported.
-NO_CHANGE = ("resume_from", "output_dir", "max_time", "cooldown", "verbose", "watch", "allow_control", "yes")
+NO_CHANGE = ("resume_from", "output_dir", "max_time", "cooldown", "verbose", "watch", "allow_control", "yes", "notify")
 LOCK, CONFIG, PLAN = ".lock", "config.yaml", "plan.json"
 METRICS, HISTORY = "metrics.jsonl", "history.jsonl"
 MetricsRow = dict[str, Any]  # The values of a line of metrics.jsonl by name.

@@ -190,6 +190,14 @@ class Saving:
         is_saved=False,
         implied_by=("preset", "num_epochs", "num_steps", "max_steps", "max_time", "finish_by", "resume_from"),
     )
+    notify: tuple[str, ...] = advanced(
+        default=(),
+        help="Address that gets a message when the run ends, stops, fails or is better than before. One of apprise, "
+        "such as ntfy://TOPIC; may be repeated. Never stored; GPUTRAIN_NOTIFY keeps it out of the shell's history.",
+        separator="",
+        is_saved=False,
+        is_secret=True,
+    )
     verbose: bool = advanced(
         default=False,
         help="Log every setting of the plan with its reason, and the times of the parts of the start. Not written to "

@@ -5,6 +5,7 @@ import base64
 import contextlib
 import hashlib
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -459,17 +460,21 @@ def report_at_end(saving: Saving) -> Iterator[None]:
             _write_at_end(saving)
 
 
+def seconds_left(saving: Saving) -> float:
+    """Returns the seconds until the command must have ended by --max-time; infinitely many without it."""
+    if not saving.max_time or COMMAND_CLOCK.began is None:
+        return math.inf
+    return parse_duration(saving.max_time) - (time.monotonic() - COMMAND_CLOCK.began) - EXIT_SECONDS / 2
+
+
 def _write_at_end(saving: Saving) -> None:
-    seconds = END_SECONDS
-    if saving.max_time and COMMAND_CLOCK.began is not None:
-        left = parse_duration(saving.max_time) - (time.monotonic() - COMMAND_CLOCK.began) - EXIT_SECONDS / 2
-        if left < LEAST_SECONDS:
-            again = shell_command("gputrain", "report", saving.output_dir)
-            log.info("there is no time for a report before the limit: %s writes it", again)
-            return
-        seconds = min(seconds, left - LEAST_SECONDS / 2)
+    left = seconds_left(saving)
+    if left < LEAST_SECONDS:
+        again = shell_command("gputrain", "report", saving.output_dir)
+        log.info("there is no time for a report before the limit: %s writes it", again)
+        return
     try:
-        write_report([saving.output_dir], saving.output_dir / REPORT, seconds)
+        write_report([saving.output_dir], saving.output_dir / REPORT, min(END_SECONDS, left - LEAST_SECONDS / 2))
     except KeyboardInterrupt:
         log.warning("interrupted: %s is not written", REPORT)
     except Exception as error:  # Whatever it is, the training is complete.

@@ -149,4 +149,5 @@ def log_evaluation(step: int, scalars: dict[str, float], best_before: float, sha
         comparison = f", the best so far (before: {best_before:.4g})"
     else:
         comparison = f" (best so far: {best_before:.4g})"
-    log.info("held-out at step %d: %s; score %.4g%s", step, text, score, comparison)
+    better = {"is_better": -math.inf < best_before < score}  # For a handler that sends messages.
+    log.info("held-out at step %d: %s; score %.4g%s", step, text, score, comparison, extra=better)
