@@ -25,6 +25,14 @@ def format_bytes(count: int) -> str:
     return f"{count} bytes"
 
 
+def format_rate(per_second: float, items: str) -> str:
+    """Returns a speed in items, a noun in the plural: "4 images/s", and below one a second "7.5 s an image"."""
+    if not 0 < per_second < 1:
+        return f"{format_number(per_second)} {items}/s"
+    article = "an" if items[0] in "aeiou" else "a"
+    return f"{format_number(1 / per_second)} s {article} {items.removesuffix('s')}"
+
+
 def counted(count: int, noun: str, many: str = "") -> str:
     """Returns a count with its noun, and what follows it: "1 file", "3 files", "1 file is", "2 files are"."""
     return f"{count:,} {noun if count == 1 else many or noun + 's'}"

@@ -2,7 +2,7 @@
 
 import math
 
-from gputrain.formatting import counted, format_bytes, format_number
+from gputrain.formatting import counted, format_bytes, format_number, format_rate
 from tests.tables import each_row
 
 
@@ -17,6 +17,13 @@ def test_numbers_have_about_three_digits_and_no_exponent(value, text):
 
 def test_numbers_may_have_more_digits():
     assert [format_number(value, 4) for value in (36.6512, 0.91534, 123456.7)] == ["36.65", "0.9153", "123,457"]
+
+
+def test_a_speed_below_one_a_second_is_the_time_of_an_item():
+    rates = ((4.0, "images"), (0.134, "images"), (0.5, "clips"), (1.0, "crops"), (0.0, "items"))
+    assert [format_rate(*rate) for rate in rates] == [
+        "4 images/s", "7.46 s an image", "2 s a clip", "1 crops/s", "0 items/s",
+    ]  # fmt: skip
 
 
 def test_sizes_have_three_digits():

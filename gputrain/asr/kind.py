@@ -69,7 +69,7 @@ def transcribe(settings: Transcribe, output: kinds.CommandOutput) -> None:
         if not quiet:
             output.data(f"{made.path}: {made.text}" if several else made.text)
 
-    with output.progress("transcribing") as progress:
+    with output.progress("transcribing, seconds of sound") as progress:
         done = transcribe_files(settings, show=show, progress=progress)
     output.message(
         f"{counted(done.recordings, 'recording')}, {counted(done.words, 'word')}, {len(done.refused)} left out; "

@@ -21,7 +21,7 @@ from typing import Any
 
 from gputrain.engine.data import describe_exit
 from gputrain.errors import UserError, first_line
-from gputrain.formatting import format_number
+from gputrain.formatting import format_number, format_rate
 
 ROW = "--row"  # Argument of the child that precedes the settings of its row, in JSON.
 Settings = dict[str, Any]
@@ -184,9 +184,9 @@ class BenchReport:
             cells = [result.label]
             if result.figures:
                 speedup = result.figures["items_per_second"] / measured[0]["items_per_second"]
-                cells += [*(column.show(result.figures) for column in columns), f"{speedup:.2f}"]
+                cells += [*(column.show(result.figures, self.unit) for column in columns), f"{speedup:.2f}"]
             rows.append(cells)
-        return ["", *(column.head.format(unit=self.unit) for column in columns), "speed-up"], rows
+        return ["", *(column.head for column in columns), "speed-up"], rows
 
 
 @dataclass(frozen=True)
@@ -195,12 +195,14 @@ class BenchColumn:
     key: str
     form: Callable[[Any], str] = format_number
 
-    def show(self, figures: dict[str, Any]) -> str:
+    def show(self, figures: dict[str, Any], unit: str) -> str:
+        if self.key == "items_per_second":
+            return format_rate(figures[self.key], unit)
         return self.form(figures[self.key]) if self.key in figures else "-"
 
 
 COLUMNS = (
-    BenchColumn("{unit}/s", "items_per_second"),
+    BenchColumn("speed", "items_per_second"),
     BenchColumn("s/step", "seconds_per_step"),
     BenchColumn("predicted", "predicted_seconds_per_step"),
     BenchColumn("CPU-s/step", "cpu_seconds_per_step"),

@@ -370,6 +370,11 @@ def _read(path: Path, *, mapped: bool) -> Content:
     return content
 
 
+def step_of(path: Path) -> int:
+    """Returns the step of a checkpoint, of which no weights are read. Raises any error if it is damaged."""
+    return int(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["progress"]["step"])
+
+
 def _fault(path: Path) -> UserError:
     """Returns the error for a file that is a damaged checkpoint or, unless a run named it, one of another kind."""
     other = None if path.name.startswith("checkpoint_") else other_file(path, "a checkpoint")

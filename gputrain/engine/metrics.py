@@ -36,6 +36,7 @@ from gputrain.engine.distributed import RankGroup
 from gputrain.engine.run_folder import METRICS, MetricsRow, append_line, blocks, lines_from, row_of
 from gputrain.engine.stop import format_duration
 from gputrain.files import replace_file, write_text, write_wav
+from gputrain.formatting import format_rate
 from gputrain.heartbeat import Heartbeat, step_text
 from gputrain.hw.runtime import Runtime, synchronize
 from gputrain.samples import Report, Sheet, SoundSample
@@ -274,7 +275,7 @@ class Metrics:
         if not self.group.leads:
             return
         losses = format_losses({n.removeprefix("loss/"): v for n, v in values.items() if n.startswith("loss/")})
-        rate = f"{self.pace.items_per_second:.{1 if self.pace.items_per_second >= 0.95 else 3}f} {self.unit}/s"
+        rate = format_rate(self.pace.items_per_second, self.unit)
         if "speed/tflops" in values:
             rate += f", {self.pace.flops_per_second / 1e12:.3g} TFLOPS"
             share = self.runtime.peak_share(self.pace.flops_per_second / self.group.ranks.count)

@@ -19,12 +19,13 @@ import jinja2
 from markupsafe import Markup
 
 from gputrain import __version__
+from gputrain.engine.checkpoint import BEST
 from gputrain.engine.run_folder import CONFIG, history_size
 from gputrain.engine.schedule import Saving
 from gputrain.engine.stop import COMMAND_CLOCK, EXIT_SECONDS, format_duration, parse_duration
 from gputrain.errors import UserError, first_line
 from gputrain.files import write_text
-from gputrain.formatting import shell_command
+from gputrain.formatting import format_rate, shell_command
 from gputrain.heartbeat import step_text
 from gputrain.hw.ranks import Ranks
 from gputrain.kinds import ModelKind, kinds
@@ -32,6 +33,7 @@ from gputrain.report import settings_table
 from gputrain.report.curves import COLOURS, TRAINING_LOSSES, Chart, Curve, draw, format_value, letter_of, style_of
 from gputrain.report.media import MediaBudget
 from gputrain.report.memory_chart import memory_bar, memory_chart
+from gputrain.report.metrics_file import Points
 from gputrain.report.records import RunRecord, RunStatus, now, read_run, short_time
 from gputrain.report.sections import SampleSection, sample_section
 
@@ -89,7 +91,7 @@ class RunView:
 
     @property
     def card_key(self) -> tuple[object, ...]:
-        record, files = self.record, ("metrics", "plan", "history", "settings", "notes", "heartbeat")
+        record, files = self.record, ("metrics", "plan", "history", "settings", "notes", "heartbeat", "best")
         return (self.at(*files), self.status, record.notes)
 
     @cached_property
@@ -99,16 +101,14 @@ class RunView:
         if not name:
             return None
         style, points = style_of(name), record.metrics.series(name)
-        best_step, best = (max if style.better == "higher" else min)(points, key=lambda point: point[1])
-        (first_step, first), (last_step, last) = points[0], points[-1]
-        words = [f"at step {best_step:,}" if len(points) > 1 else f"at step {best_step:,}, the only evaluation"]
-        if best_step != first_step:
-            words.append(f"{format_value(first, style.unit)} at step {first_step:,}")
-        if best_step != last_step:
-            words.append(f"{format_value(last, style.unit)} at step {last_step:,}, the last")
-        where = "best " if len(points) > 1 else ""
-        where += style.title + (" on held-out data" if name.startswith("eval/") else " (training)")
-        return Headline(where, format_value(best, style.unit), " · ".join(words))
+        step, value = points[counted_place(record, points)]
+        words = [f"at step {step:,}" + (f", in {BEST}" if step == record.best_step else ", the last")]
+        for other_step, other in dict((points[0], points[-1])).items():
+            if other_step != step:
+                is_last = ", the last" * (other_step == points[-1][0])
+                words.append(f"{format_value(other, style.unit)} at step {other_step:,}{is_last}")
+        where = style.title + (" on held-out data" if name.startswith("eval/") else " (training)")
+        return Headline(where, format_value(value, style.unit), " · ".join(words))
 
     @cached_property
     def facts(self) -> list[tuple[str, str]]:
@@ -122,7 +122,8 @@ class RunView:
         for name in metrics.names:
             if name.startswith("speed/") and name.endswith("_per_second"):
                 values = sorted(value for _, value in metrics.series(name))
-                facts.append(("speed", f"{format_value(values[len(values) // 2])} {style_of(name).title}"))
+                unit = name.removeprefix("speed/").removesuffix("_per_second")
+                facts.append(("speed", format_rate(values[len(values) // 2], unit)))
         if peak := metrics.series("memory/peak_gb"):
             facts.append(("peak memory", format_value(max(value for _, value in peak), "GB")))
         shown = ("gpu/temperature_c", "gpu/power_w", "gpu/utilisation")
@@ -143,14 +144,13 @@ class RunView:
         if self.status.state == "finished" or not (planned or beat):
             return None
         words = [beat.text if beat else step_text(done, planned)]
-        share = min(1.0, done / planned) if planned else None
         if planned:
             words.append(f"{100 * done / planned:.0f} %")
         if beat and beat.seconds_left is not None:
             words.append(f"{format_duration(beat.seconds_left)} left")
         if beat and beat.ends_at:
             words.append(f"ends by {short_time(beat.ends_at)}")
-        return ShownProgress(share, " · ".join(words))
+        return ShownProgress(min(1.0, done / planned) if planned else None, " · ".join(words))
 
     @cached_property
     def memory(self) -> Markup:
@@ -288,7 +288,7 @@ def headline_metric(record: RunRecord) -> str:
 
 @dataclass(frozen=True)
 class ComparedMetric:
-    """A metric of several runs: the best value of each, and which run is best (-1: none)."""
+    """A metric of several runs: the value that counts of each, and which run is best (-1: none)."""
 
     title: str
     values: list[str]
@@ -296,20 +296,39 @@ class ComparedMetric:
 
 
 def comparison(records: Sequence[RunRecord]) -> list[ComparedMetric]:
-    """Returns the best values of the metrics on held-out data that at least two runs have."""
+    """Returns the values that count of the metrics on held-out data that at least two runs have."""
     rows = []
     for name in dict.fromkeys(name for record in records for name in record.metrics.names):
         style = style_of(name)
         if not name.startswith("eval/") or not style.better or name.endswith(("/score", "_low", "_high")):
             continue
-        choose = max if style.better == "higher" else min
-        bests = [choose((value for _, value in record.metrics.series(name)), default=None) for record in records]
-        present = [value for value in bests if value is not None]
+        series = [(record, record.metrics.series(name)) for record in records]
+        found = [points[counted_place(record, points)][1] if points else None for record, points in series]
+        present = [value for value in found if value is not None]
         if len(present) > 1:
-            best = bests.index(choose(present)) if len(set(present)) > 1 else -1
-            values = [settings_table.MISSING if best is None else format_value(best, style.unit) for best in bests]
-            rows.append(ComparedMetric(style.title, values, best))
+            best = found.index((max if style.better == "higher" else min)(present))
+            others = [value for index, value in enumerate(found) if index != best and value is not None]
+            is_best = all(is_apart(records[best], name, other) for other in others)
+            values = [settings_table.MISSING if value is None else format_value(value, style.unit) for value in found]
+            rows.append(ComparedMetric(style.title, values, best if is_best else -1))
     return rows
+
+
+def counted_place(record: RunRecord, points: Points) -> int:
+    """Returns the place of the evaluation that counts: that of checkpoint_best.pt, which the commands that use a model
+    take, or the last one if there is none."""
+    return next((place for place, (step, _) in enumerate(points) if step == record.best_step), -1)
+
+
+def is_apart(record: RunRecord, name: str, other: float) -> bool:
+    """Returns True if a run's metric differs from another value by more than the noise of the held-out data: its 95 %
+    interval or, without one, how much it has changed from and to the evaluations beside it."""
+    points, low, high = (record.metrics.series(f"{name}{end}") for end in ("", "_low", "_high"))
+    place = counted_place(record, points) % len(points)
+    if len(points) == len(low) == len(high):
+        return not low[place][1] <= other <= high[place][1]
+    changes = [abs(value - points[place][1]) for _, value in points[max(0, place - 1) : place + 2]]
+    return len(points) > 1 and abs(other - points[place][1]) > max(changes)
 
 
 # ------------------------------------------------------------------------------------------------------------ curves

@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 import psutil
 
 from gputrain import config
-from gputrain.engine.checkpoint import newest_first
+from gputrain.engine.checkpoint import BEST, newest_first, step_of
 from gputrain.engine.run_folder import CONFIG, HISTORY, METRICS, PLAN
 from gputrain.errors import UserError, first_line, settings_without_secrets
 from gputrain.heartbeat import HEARTBEAT, Heartbeat
@@ -28,7 +28,7 @@ from gputrain.serialization import from_json
 NOTES = "notes.md"  # What the user notes about a run.
 PARTS = {
     "settings": CONFIG, "plan": PLAN, "metrics": METRICS, "history": HISTORY, "samples": "samples", "notes": NOTES,
-    "heartbeat": HEARTBEAT,
+    "heartbeat": HEARTBEAT, "best": BEST,
 }  # fmt: skip
 SIGNS = {"heartbeat", "metrics", "history"}  # The parts that a training writes all the time.
 LONGEST_FILE = 20_000_000  # Bytes of a plan or a history.
@@ -38,7 +38,8 @@ LONGEST_NOTES = 20_000  # Characters.
 # former version, which wrote none; and if this machine has no process of its number, which may be that of a container.
 SILENT_SECONDS, SILENT_BEFORE, SILENT_WITHOUT_PROCESS = 120.0, 600.0, 10.0
 FOLLOWED_SECONDS = 10.0  # What is new since a reading so long ago is as new as that.
-LONGEST_SECONDS = 1e10  # Of what is left.
+LONGEST_SECONDS, LONGEST_PHASE = 1e10, 200  # Seconds that are left, and characters.
+LARGEST_PROCESS = 2**31  # What the system takes for a number of a process.
 SETTLING_SECONDS = 5.0  # After a sample has appeared, it may still be being written.
 
 
@@ -65,6 +66,7 @@ class RunRecord:
     notes: list[str] = field(default_factory=list)  # What is missing or damaged.
     versions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))  # Counts of changes.
     heartbeat: Heartbeat | None = None
+    best_step: int | None = None  # That of checkpoint_best.pt; None: there is none.
     written_at: float = 0.0  # By time.time(), when a file that tells of the run was written last; 0 if none ever was.
     sign_at: float = -math.inf  # By time.monotonic(), when the last sign of the run came.
     is_gone: bool = False  # True if the folder has vanished.
@@ -92,8 +94,7 @@ class RunRecord:
 
     @property
     def planned_steps(self) -> int:
-        """The step at which the run is to end, by its heartbeat, or its last start and a cool-down since; 0 if
-        unknown."""
+        """The step at which the run is to end, by its heartbeat, or its last start and cool-down; 0 if unknown."""
         if self.beat and self.beat.last_step is not None:
             return self.beat.last_step
         start = self.starts[-1] if self.starts else {"last_step": self.settings.get("num_steps")}
@@ -146,7 +147,8 @@ class RunRecord:
             return RunStatus(outcome, str(last.get("message", "")))
         origin = asdict(beat) if beat else last
         host, process = origin.get("host"), origin.get("process")
-        has_ended = host == platform.node() and is_count(process) and not psutil.pid_exists(process)
+        is_here = host == platform.node() and is_count(process) and process < LARGEST_PROCESS
+        has_ended = is_here and not psutil.pid_exists(process)
         silent = SILENT_WITHOUT_PROCESS if has_ended else SILENT_SECONDS if beat else SILENT_BEFORE
         if time.monotonic() - self.sign_at < silent:
             return RunStatus("running", f"process {process} on {host}" if origin else "its metrics keep coming")
@@ -238,11 +240,13 @@ class RunReader:
                 record.history = read_history(path, faults) if sign else []
             elif part == "notes":
                 record.user_notes = _read_notes(path) if sign else ""
+            elif part == "best":
+                record.best_step = step_of(path) if sign else None
             elif part == "heartbeat":
                 record.heartbeat = _read_heartbeat(path) if sign else None
                 if record.heartbeat and record.heartbeat.kind in kinds():
                     record.kind = record.kind or record.heartbeat.kind
-        except (OSError, ValueError, RecursionError, UserError) as error:
+        except Exception as error:  # A damaged checkpoint can cause any.
             is_changed = False
             if isinstance(error, OSError):  # It may be readable again although nothing in it changes.
                 self._signs[part] = "unreadable"
@@ -325,10 +329,9 @@ def _read_mapping(path: Path) -> dict[str, Any]:
 
 def _read_heartbeat(path: Path) -> Heartbeat:
     beat = from_json(Heartbeat, _read_mapping(path))
-    if not all(value is None or is_count(value) for value in (beat.step, beat.last_step)):
-        raise ValueError("no steps")
-    if beat.seconds_left is not None and not 0 <= beat.seconds_left < LONGEST_SECONDS:
-        raise ValueError("no time that is left")
+    has_steps = all(is_count(step or 0) for step in (beat.step, beat.last_step))
+    if not has_steps or not 0 <= (beat.seconds_left or 0) < LONGEST_SECONDS or len(beat.phase) > LONGEST_PHASE:
+        raise ValueError("not a heartbeat")
     return beat
 
 

@@ -135,11 +135,11 @@ def report() -> BenchReport:
 
 def test_table():
     heads, rows = report().table()
-    assert heads == ["", "images/s", "s/step", "TFLOPS", "of product", "peak GB", "reserved GB", "speed-up"]
+    assert heads == ["", "speed", "s/step", "TFLOPS", "of product", "peak GB", "reserved GB", "speed-up"]
     assert rows == [
-        ["fp32", "2", "4", "1", "50%", "70.00", "-", "1.00"],
+        ["fp32", "2 images/s", "4", "1", "50%", "70.00", "-", "1.00"],
         ["+ TF32"],
-        ["+ recompute norms", "16", "0.5", "1", "50%", "7.00", "8.25", "8.00"],
+        ["+ recompute norms", "16 images/s", "0.5", "1", "50%", "7.00", "8.25", "8.00"],
     ]
 
 

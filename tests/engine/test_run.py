@@ -110,6 +110,17 @@ def test_a_training_says_what_its_first_step_waits_for(tmp_path, monkeypatch, ca
     assert not torch._dynamo.callback.callback_handler.end_callbacks
 
 
+def test_the_best_score_in_the_log_is_that_of_the_best_checkpoint(tmp_path, caplog):
+    """Also if max_steps alone caused the evaluation, which counts for nothing else."""
+    trained(tmp_path, 3, evaluate_every_steps=2)
+    best = torch.load(tmp_path / checkpoint.BEST)["progress"]
+    assert (best["step"], checkpoint.step_of(tmp_path / checkpoint.BEST)) == (3, 3)
+    with caplog.at_level(logging.INFO):
+        trained(tmp_path, 4, evaluate_every_steps=2, resume_from="auto")
+    (told,) = (text for text in caplog.messages if text.startswith("held-out at step 4: "))
+    assert f"(before: {best['best_score']:.4g})" in told or f"(best so far: {best['best_score']:.4g})" in told
+
+
 def test_resumed_run_equals_the_undisturbed_one(tmp_path):
     straight = trained(tmp_path / "a", 12)
     trained(tmp_path / "b", 5)

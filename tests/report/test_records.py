@@ -12,6 +12,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
+import torch
 
 from gputrain.errors import UserError
 from gputrain.heartbeat import Heartbeat
@@ -107,6 +108,7 @@ NOBODY = 2**22 + 1  # No process has this number.
     # A former version wrote no heartbeat, so that only its process and its metrics tell.
     ([start_row(0, host=HERE, process=os.getpid(), time=NOW)], None, RunStatus("running", f"process {os.getpid()} on")),
     ([start_row(0, host=HERE, process=NOBODY, time=NOW)], None, RunStatus("unknown", "killed; its last sign came")),
+    ([start_row(0, host=HERE, process=2**40)], None, RunStatus("running", "process")),  # No system has such a number.
     # The heartbeat of the next attempt, which plans; and one that was left behind by a process that had told its end.
     ([end_row(7)], Heartbeat(began=NOW, phase="planning"), RunStatus("running", f"process {os.getpid()} on {HERE}")),
     ([end_row(7)], Heartbeat(began="2026-01-02T03:04:05+00:00"), RunStatus("finished")),
@@ -241,7 +243,7 @@ def add_line(folder: Path, name: str, row: dict) -> None:
 def test_versions_tell_which_part_has_changed(live):
     folder, record = live.record.folder, live.record
     once = dict.fromkeys(("settings", "plan", "metrics", "history", "samples"), 1)
-    assert record.versions == {**once, "notes": 0, "heartbeat": 0}
+    assert record.versions == {**once, "notes": 0, "heartbeat": 0, "best": 0}
     changes = [
         ("metrics", lambda: add_line(folder, "metrics.jsonl", {"step": 41, "loss/a": 1.0})),
         ("history", lambda: add_line(folder, "history.jsonl", start_row(40))),
@@ -253,6 +255,8 @@ def test_versions_tell_which_part_has_changed(live):
         ("metrics", lambda: (folder / "metrics.jsonl").unlink()),
         ("heartbeat", lambda: (folder / "heartbeat.json").write_text("{}")),
         ("heartbeat", lambda: (folder / "heartbeat.json").unlink()),
+        ("best", lambda: (folder / "checkpoint_best.pt").write_bytes(b"damaged")),
+        ("best", lambda: torch.save({"progress": {"step": 20}}, folder / "checkpoint_best.pt")),
         ("", lambda: (folder / "checkpoint_last.pt").write_bytes(b"")),
     ]
     for part, change in changes:
@@ -263,6 +267,7 @@ def test_versions_tell_which_part_has_changed(live):
         live.refresh()
         assert record.versions == {name: count + (name == part) for name, count in before.items()}, part
     assert (record.kind, record.settings, record.plan, record.metrics.names) == ("asr", {"seed": 3}, {}, [])
+    assert record.best_step == 20
     assert record.user_notes.startswith("too <b>large</b> a rate!!")
     assert len(record.user_notes) == 20_000
     assert record.notes == ["plan.json is missing", "metrics.jsonl is missing"]
@@ -338,10 +343,11 @@ def test_what_changes_while_it_is_followed_is_a_sign_whatever_the_clocks_say(liv
 
 
 @each_row(
-    ('{"step": -1}', "no steps"),
+    ('{"step": -1}', "not a heartbeat"),
     ('{"last_step": 1e9}', "the file: last_step is"),
-    ('{"seconds_left": -5.0}', "no time that is left"),
-    ('{"seconds_left": Infinity}', "no time that is left"),
+    ('{"seconds_left": -5.0}', "not a heartbeat"),
+    ('{"seconds_left": Infinity}', "not a heartbeat"),
+    (f'{{"phase": "{"a" * 201}"}}', "not a heartbeat"),
     ('{"phase": ["a"]}', "the file: phase is"),
     ("[]", "not a mapping"),
 )

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import soundfile
+import torch
 
 from gputrain.cli.app import app, command_line, print_next_steps
 from gputrain.cli.options import settings_of
@@ -24,7 +25,15 @@ from gputrain.kinds import kinds
 from gputrain.report import page as write
 from gputrain.report.curves import COLOURS
 from gputrain.report.media import MediaBudget
-from gputrain.report.page import make_page, next_commands, report_at_end, unique_names, write_report
+from gputrain.report.page import (
+    RunView,
+    comparison,
+    make_page,
+    next_commands,
+    report_at_end,
+    unique_names,
+    write_report,
+)
 from gputrain.report.records import read_run
 from gputrain.report.settings_table import run_parts, settings_table
 from tests.command import gputrain_here
@@ -124,12 +133,50 @@ def test_runs_are_compared(runs, tmp_path):
     table = settings_table([read_run(runs["vae"]), read_run(other)])
     assert [(row.name, row.values) for row in table.differing] == [("batch_size", ["4", "32"])]
     assert [row["class"] for row in page.all("tr") if "class" in row] == 2 * ["differs"]
-    # The score falls from 3.2 at step 10; both runs have the same best value, which is marked as nobody's.
-    assert page.text.count("3.2 dB") >= 2
     curves = [group for group in page.all("g") if group.get("class", "").startswith("run r1 c1")]
     assert len(curves) > 6
     data = [json.loads(figure["data-chart"])["curves"] for figure in page.all("figure") if "data-chart" in figure]
     assert {"".join(curve["letter"] for curve in curves) for curves in data} == {"AB"}
+
+
+def with_best(folder, step: int, figures: dict[int, dict[str, float]]):
+    """A run whose checkpoint_best.pt is that of a step, with these figures on held-out data."""
+    make_run(folder, "vae")
+    torch.save({"progress": {"step": step}}, folder / "checkpoint_best.pt")
+    rows = [{"step": at, **{f"eval/{name}": value for name, value in row.items()}} for at, row in figures.items()]
+    write_rows(folder / "metrics.jsonl", rows)
+    return read_run(folder)
+
+
+def test_the_figure_at_the_head_is_that_of_the_best_checkpoint(tmp_path):
+    """The evaluation before the first step, however good, is of no checkpoint."""
+    psnr = {0: 30.0, 10: 20.0, 20: 25.0, 30: 24.0}
+    record = with_best(tmp_path / "run", 20, {step: {"psnr_db": value} for step, value in psnr.items()})
+    head = RunView(record, 0, MediaBudget.of(1)).headline
+    assert (head.title, head.value) == ("PSNR on held-out data", "25 dB")
+    assert head.detail == "at step 20, in checkpoint_best.pt · 30 dB at step 0 · 24 dB at step 30, the last"
+    record.best_step = None
+    head = RunView(record, 0, MediaBudget.of(1)).headline
+    assert (head.value, head.detail) == ("24 dB", "at step 30, the last · 30 dB at step 0")
+
+
+@each_row(
+    # The other run's values; which run is the best (-1: none).
+    ({"psnr_db": 22.9}, 0),  # By more than the 2 dB from the evaluation before.
+    ({"psnr_db": 23.1}, -1),
+    ({"psnr_db": 29.0}, -1),  # It has a single evaluation, by which its noise is unknown.
+    ({"cer": 0.25, "cer_low": 0.2, "cer_high": 0.3}, 0),  # The interval of the better run counts.
+    ({"cer": 0.19, "cer_low": 0.1, "cer_high": 0.3}, -1),
+    ({"cer": 0.12, "cer_low": 0.11, "cer_high": 0.14}, 1),
+    ({"cer": 0.15, "cer_low": 0.1, "cer_high": 0.2}, -1),
+)
+def test_a_difference_within_the_noise_is_marked_as_nobodys(tmp_path_factory, other, best):
+    rates = {"cer_low": 0.1, "cer_high": 0.2}
+    figures = {0: {"psnr_db": 23.0, "cer": 0.5}, 10: {"psnr_db": 25.0, "cer": 0.15}, 20: {"psnr_db": 24.0, "cer": 0.16}}
+    folder = tmp_path_factory.mktemp("runs")
+    first = with_best(folder / "first", 10, {step: {**row, **rates} for step, row in figures.items()})
+    (found,) = comparison([first, with_best(folder / "second", 7, {7: other})])
+    assert found.best == best
 
 
 def test_training_and_held_out_values_of_one_figure_share_a_chart(tmp_path):
@@ -162,7 +209,7 @@ def test_a_run_that_has_only_begun(tmp_path):
     page = page_of(tmp_path)
     assert "No metrics were written." in page.text
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "epoch": 0, "seconds": 1, "eval/score": -1.0}\n')
-    assert "the only evaluation" in page_of(tmp_path).text
+    assert "at step 0, the last" in page_of(tmp_path).text
 
 
 def test_pictures_and_sounds_are_limited(runs):

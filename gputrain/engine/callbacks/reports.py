@@ -57,7 +57,7 @@ class Reports:
     def evaluate_start(self) -> None:
         """Evaluate before the first step, so that the curves start there. This counts for nothing."""
         if report := self._report("eval", self.loop.state.recipe.evaluate):
-            log_evaluation(0, report.scalars, self.loop.state.progress.best_evaluation, report.headline)
+            log_evaluation(0, report.scalars, self.loop.state.progress.best_score, report.headline)
 
     def prepare_for_evaluation(self) -> None:
         """Remove what an earlier process has written of the evaluation of this step, and give the optimizers the
@@ -92,6 +92,7 @@ class Reports:
         report = self._report("eval", self.loop.state.recipe.evaluate)
         if report is None:
             return None
+        self.loop.saver.finish()  # The best score is that of a checkpoint that has been written.
         progress, score = self.loop.state.progress, report.scalars["score"]
         if counts:
             self.loop.state.progress = replace(
@@ -99,11 +100,10 @@ class Reports:
                 best_evaluation=max(score, progress.best_evaluation),
                 evaluations_since_best=0 if score > progress.best_evaluation else progress.evaluations_since_best + 1,
             )
-        log_evaluation(progress.step, report.scalars, progress.best_evaluation, report.headline)
+        log_evaluation(progress.step, report.scalars, progress.best_score, report.headline)
         if progress.step < self.loop.run.saving.best_after:
             return None
-        self.loop.saver.finish()  # The best score is that of a checkpoint that has been written.
-        return score if score > self.loop.state.progress.best_score else None
+        return score if score > progress.best_score else None
 
     def _report(self, kind: str, make: Callable[[], Report]) -> Report | None:
         """Make a report and log it; the random state is kept. Returns None if memory ran out, and on other ranks."""
