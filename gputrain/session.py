@@ -69,19 +69,15 @@ class Session(Generic[S]):
         rate, item_seconds = runtime.product_rate / found.item_flops, data.item_seconds()
         processes = workers(self.machine, requested.num_workers, item_seconds=item_seconds, items_per_second=rate)
         seconds = found.predicted_seconds_per_step
-        self._check_time(seconds, steps)
-        span = {"predicted_seconds_range": [factor * seconds for factor in STEP_RANGE]} if seconds else {}
-        self.run = replace(self.run, prediction={**found.to_json(), "margin": budget.margin, **span})
-        return replace(plan, num_workers=processes)
-
-    def _check_time(self, seconds: float | None, steps: StepSchedule) -> None:
-        """Raises UserError if a training of which nothing was chosen is predicted to take a CPU too long."""
         left = (seconds or 0.0) * (steps.stop_step - steps.start.step)
         if self.smaller and not self.run.saving.yes and left > 3600 * LONGEST_CPU_HOURS:
             raise UserError(
                 f"this training is predicted to take {format_duration(left)} on this CPU",
                 hint=f"--yes starts it; what suits this machine:\n  {self.smaller}",
             )
+        span = {"predicted_seconds_range": [factor * seconds for factor in STEP_RANGE]} if seconds else {}
+        self.run = replace(self.run, prediction={**found.to_json(), "margin": budget.margin, **span})
+        return replace(plan, num_workers=processes)
 
     def open_batches(
         self, dataset: SampleSource, steps: StepSchedule, *, divides_items: bool = False

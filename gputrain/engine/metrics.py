@@ -138,8 +138,7 @@ class Metrics:
 
     def move_bar(self) -> str:
         """Show the steps that are done and, once it is known, the time that is left, which is returned."""
-        left = ""
-        seconds = self.first_step_seconds
+        left, seconds = "", self.first_step_seconds
         if self.last_step is not None and (self.pace.windows or seconds):
             steps = self.last_step - self.done
             seconds = self.pace.seconds_left(self.last_step, self.done) if self.pace.windows else steps * (seconds or 0)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gputrain.config import as_flags, config, flatten, opt
+from gputrain.config import as_flags, config, opt
 from gputrain.errors import UserError, first_line
 from gputrain.formatting import shell_command
 from gputrain.hw.driver import torch_for
@@ -137,13 +137,11 @@ def smaller_command(plan: Plan, settings: object) -> str:
     """Return the command of a training that suits a machine without a GPU better than these settings; "" if there is a
     GPU, no such training of this kind, or if they are that training."""
     kind = kinds().get(getattr(settings, "kind", ""))
-    if plan.device.value != "cpu" or kind is None:
+    if plan.device.value != "cpu" or kind is None or {*kind.small} <= {*as_flags(settings)}:
         return ""
-    small = {flag[2:].replace("-", "_"): value for flag, value in zip(kind.small[::2], kind.small[1::2], strict=True)}
-    values = flatten(settings)
-    if all(str(values[name]) == value for name, value in small.items()):
-        return ""
-    return train_command(plan, kind, as_flags(settings, {*small, *REPLACED}))
+    return train_command(
+        plan, kind, as_flags(settings, [*REPLACED, *(word[2:].replace("-", "_") for word in kind.small)])
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- rules

@@ -1,8 +1,4 @@
-"""Measures the device: the rates of a matrix product and of a copy, and the time of a small operator.
-
-Each is the best of several counts. On a CPU they are many and short: another program takes the processor away for some
-milliseconds at a time, so that some counts are undisturbed between two such turns.
-"""
+"""Measures the device: the rate of a matrix product, and of a copy."""
 
 import time
 from collections.abc import Callable
@@ -11,7 +7,8 @@ from functools import partial
 import torch
 
 WINDOWS = 5  # The best of so many counts: another program or a rising clock affects some, not all.
-CPU_WINDOWS = 400  # The same on a CPU that no other program uses: each takes half a millisecond.
+# The same on a CPU, each half a millisecond long: between the turns of another program, some are undisturbed.
+CPU_WINDOWS = 400
 LARGEST_SIDE = 8192  # This size fills every GPU; a larger one only takes longer.
 
 
@@ -55,17 +52,6 @@ def copied_bytes_per_second(device: torch.device) -> float:
     places = [slice(at, at + part) for at in range(0, len(source), part)]
     times = (timed(partial(target[at].copy_, source[at]), device) for _ in range(WINDOWS) for at in places)
     return 8 * part / min(times)
-
-
-def small_operator_seconds(device: torch.device) -> float:
-    """Measure the time that torch takes to call an operator that has hardly anything to do."""
-    x = torch.zeros(16, device=device)
-
-    def operators() -> None:
-        for _ in range(100):
-            x.add_(1)
-
-    return min(timed(operators, device) for _ in range(20)) / 100
 
 
 def _matrices(side: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

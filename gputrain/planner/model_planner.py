@@ -33,7 +33,7 @@ from gputrain.hw.gpus import Gpu, count_gpus, find_gpu, known_gpus, smallest_gpu
 from gputrain.hw.plan import MOST_GRAPHED_PARTS, Cards, Hardware, Plan, Setting
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.runtime import Runtime
-from gputrain.hw.speed import copied_bytes_per_second, product_flops_per_second, small_operator_seconds
+from gputrain.hw.speed import copied_bytes_per_second, product_flops_per_second
 from gputrain.planner.kind_work import KindWork, S
 from gputrain.planner.memory.fit import BUDGET_SHARE, Fit, MemoryBudget, MemoryModel, budget_gb, fit
 from gputrain.planner.memory.predict import least_gb, memory_models, prediction_key
@@ -47,9 +47,7 @@ BETWEEN_STEPS = ("num_epochs", "num_steps", "max_steps", "finish_by", "learning_
 COMPILE_SECONDS = 60.0  # Seconds of a core to compile a step for the first time.
 LONG = 10.0  # A training of so many times the seconds of compiling is compiled without a closer look.
 StepsIn = Callable[[float | None, float], int | None]  # Steps by the seconds of one and those of the start.
-# A step takes from this share of its predicted time up to this multiple of it: of steps on a CPU and of those that
-# others have published the prediction is 0.46 to 1.43 (docs/evidence/predicted_time.md).
-STEP_RANGE = (0.7, 2.2)
+STEP_RANGE = (0.7, 2.2)  # Multiples of its predicted time that a step takes (docs/evidence/predicted_time.md).
 HOST_GB = (
     0.5  # Memory of a data worker, and what the process of a training on a CPU takes besides the tensors of a step.
 )
@@ -292,13 +290,13 @@ def memory_budget(
 
 def measured_rates(runtime: Runtime) -> DeviceRates:
     """Returns the rates of the runtime's device, measured in about a second, those that it has while nothing else uses
-    it. A CPU computes each operator when it is called, and no launch runs ahead."""
+    it. A CPU computes each operator when Python calls it, and no launch runs ahead."""
     device, in_16_bit = runtime.device, runtime.dtype != torch.float32
     fp32 = product_flops_per_second(device, torch.float32) if in_16_bit else runtime.product_rate
     sixteen_bit = runtime.product_rate if in_16_bit else fp32
     copied = copied_bytes_per_second(device)
     if device.type != "cuda":  # Caches of a CPU are not modelled.
-        return DeviceRates(sixteen_bit, fp32, copied, launch_seconds=0.0, least_seconds=small_operator_seconds(device))
+        return DeviceRates(sixteen_bit, fp32, copied, launch_seconds=0.0, least_seconds=EAGER_LAUNCH_SECONDS)
     card = torch.cuda.get_device_properties(device)
     count, l2_bytes = card.multi_processor_count, card.L2_cache_size
     launch_seconds = LAUNCH_SECONDS if runtime.plan.compile.value else EAGER_LAUNCH_SECONDS

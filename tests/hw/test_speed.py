@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gputrain.hw import speed
-from gputrain.hw.speed import copied_bytes_per_second, product_flops_per_second, small_operator_seconds
+from gputrain.hw.speed import copied_bytes_per_second, product_flops_per_second
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,6 @@ def test_a_busy_processor_is_measured_between_the_turns_of_others(monkeypatch):
     monkeypatch.setattr(speed, "_time", time_taken)
     assert product_flops_per_second(CPU, torch.float32, seconds=0.05) == pytest.approx(rate)
     assert copied_bytes_per_second(CPU) > 1e8
-    assert 1e-9 < small_operator_seconds(CPU) < 1e-2
 
 
 def test_what_is_timed():
