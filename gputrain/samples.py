@@ -1,5 +1,7 @@
 """The results of sampling and evaluation: numbers, texts, sounds, pictures and sheets of pictures with labels."""
 
+import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -44,19 +46,21 @@ class Sheet:
 
     def draw(self, title: str = "") -> DrawnSheet:
         """Returns the sheet with `title` before its own title, such as "step 500"."""
-        title = " · ".join(filter(None, (title, self.title)))
+        title, letters, large = " · ".join(filter(None, (title, self.title))), font(CAPTION_SIZE), font(TITLE_SIZE)
         left = GAP + max((round(font(CAPTION_SIZE).getlength(head)) + GAP for head in self.heads if head), default=0)
         columns = zip(*self.rows, strict=True)
         widths = [max(NARROWEST, *(cell.picture_HW3.shape[1] for cell in column)) for column in columns]
         heights = [max((cell.picture_HW3.shape[0] for cell in row), default=0) for row in self.rows]
         captions = [any(cell.caption for cell in row) for row in self.rows]
-        height = sum(heights) + sum(CAPTION_LINE if has else GAP for has in captions) + (TITLE_LINE if title else GAP)
         width = max(left + sum(widths) + GAP * len(widths), LEAST_WIDTH if title else 0)
+        lines = textwrap.wrap(title, max(1, int(len(title) * (width - 2 * GAP) / max(1, large.getlength(title)))))
+        width = max(width, *(math.ceil(large.getlength(line)) + 2 * GAP for line in lines), 0)
+        top, parts = len(lines) * TITLE_LINE or GAP, []
+        height = top + sum(heights) + sum(CAPTION_LINE if has else GAP for has in captions)
         canvas = Image.new("RGB", (width, height), PAPER)
-        draw, letters = ImageDraw.Draw(canvas), font(CAPTION_SIZE)
-        shown = cut_text(title, font(TITLE_SIZE), width - 2 * GAP)
-        draw.text((GAP, TITLE_LINE // 2), shown, INK, font(TITLE_SIZE), "lm")
-        top, parts = TITLE_LINE if title else GAP, []
+        draw = ImageDraw.Draw(canvas)
+        for number, line in enumerate(lines):
+            draw.text((GAP, (number + 0.5) * TITLE_LINE), line, INK, large, "lm")
         for head, row, tallest, has_captions in zip(self.heads, self.rows, heights, captions, strict=True):
             draw.text((GAP, top + tallest / 2), head, INK, letters, "lm")
             at, boxes = left, []

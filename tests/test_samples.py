@@ -50,6 +50,18 @@ def test_titles_heads_and_captions_are_drawn():
     assert bare.image.width < image.width
 
 
+def test_a_long_title_is_drawn_on_several_lines_and_none_is_cut():
+    """The last word of it changes pixels, also if it is a path that is wider than the sheet."""
+    for start in ("word " * 60, "/a/path" * 30):
+        drawn = [Sheet(SHEET.heads, SHEET.rows, start + end).draw() for end in ("1", "8")]
+        first, second = (np.asarray(sheet.image) for sheet in drawn)
+        assert first.shape == second.shape
+        assert (first != second).any()
+        top = drawn[0].layout["rows"][0][0]["box"][1]
+        assert top > 3 * 20  # Several lines are above the pictures.
+        assert (first[:, -3:] == 255).all()
+
+
 def test_long_texts_are_cut():
     text = font(12)
     assert cut_text("short", text, 100) == "short"

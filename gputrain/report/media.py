@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 MEDIA_BYTES = 12_000_000  # All pictures and sounds of a report, as they are written into it.
 PICTURE_SIDE = 1400
-QUALITY = 85  # Quality of the JPEG files, which Pillow counts to 95.
+QUALITY = 92  # Quality of the JPEG files, which Pillow counts to 95: faults are those of the model, not of the file.
 SOUND_SECONDS = 8.0
 LIVE_SECONDS, LIVE_SOUND_BYTES = 60.0, 4_000_000  # A sound of a page is as long as both allow.
 LIVE_BYTES, LIVE_FILES = 200_000_000, 20_000  # What is kept for pages: pictures and sounds, and what they were made of.
@@ -107,7 +107,7 @@ class MediaBudget:
         if max(image.size) > side:
             image.thumbnail((side, side))
         written = io.BytesIO()
-        image.save(written, "JPEG", quality=QUALITY, optimize=True)
+        image.save(written, "JPEG", quality=QUALITY, subsampling=0)
         uri = self.uri("image/jpeg", written.getvalue())
         return EmbeddedPicture(uri, image.width, image.height, alt) if uri else None
 
@@ -178,9 +178,7 @@ class LiveMedia(MediaBudget):
 
     def _is_kept(self, made: object) -> bool:
         """Return True if no content of a picture or a sound has been dropped, and note that it was used."""
-        pictures = [made.spectrogram] if isinstance(made, EmbeddedSound) else []
-        shown = [medium for medium in (made, *pictures) if isinstance(medium, (EmbeddedPicture, EmbeddedSound))]
-        names = [medium.uri.removeprefix("media/") for medium in shown]
+        names = [medium.uri.removeprefix("media/") for medium in _media_in(made)]
         for name in names:
             if name in self._contents:
                 self._contents.move_to_end(name)
@@ -200,6 +198,14 @@ class LiveMedia(MediaBudget):
             self._bytes -= len(content)
             self.dropped += 1
         return f"media/{name}"
+
+
+def _media_in(made: object) -> Iterator[EmbeddedPicture | EmbeddedSound]:
+    if isinstance(made, (EmbeddedPicture, EmbeddedSound)):
+        yield made
+    for part in made if isinstance(made, (list, tuple)) else [getattr(made, "spectrogram", None)]:
+        if part is not None:
+            yield from _media_in(part)
 
 
 KINDS = {"image/jpeg": ".jpg", "audio/wav": ".wav"}

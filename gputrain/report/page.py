@@ -35,7 +35,7 @@ from gputrain.report.media import MediaBudget
 from gputrain.report.memory_chart import memory_bar, memory_chart
 from gputrain.report.metrics_file import Points
 from gputrain.report.records import RunRecord, RunStatus, now, read_run, short_time
-from gputrain.report.sections import SampleSection, sample_section
+from gputrain.report.sections import PictureItem, SampleSection, sample_section
 
 log = logging.getLogger(__name__)
 
@@ -213,7 +213,7 @@ class Parts:
     def render(self, **values: Any) -> str:
         """Returns the page, and notes its parts."""
         self.shown = {}
-        page = _template().render(part=self, version=__version__, time=now(), **values)
+        page = _template("report.html").render(part=self, version=__version__, time=now(), **values)
         self._kept = {name: self._kept[name] for name in self.shown}
         return page
 
@@ -257,11 +257,12 @@ def page_assets(media: str, scripts: str, runs: int, further: str = "") -> dict[
 
 
 @cache
-def _template() -> jinja2.Template:
+def _template(name: str) -> jinja2.Template:
     environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    return environment.from_string(_file("report.html"))
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
+        loader=jinja2.FunctionLoader(_file),
+    )  # fmt: skip
+    return environment.get_template(name)
 
 
 @cache
@@ -455,14 +456,26 @@ def write_report(runs: Sequence[Path], path: Path, seconds: float = MEDIA_SECOND
     """
     records = [read_run(run, name) for run, name in zip(runs, unique_names(runs), strict=True)]
     page = make_page(records, MediaBudget.of(seconds))
-    # Names of files may contain bytes that are no UTF-8.
-    page = page.encode("utf-8", "replace").decode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, page)
+        return _write_page(path, page)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}", hint="--output-file takes a file to write") from None
-    return len(page.encode())
+
+
+def write_comparison(path: Path, title: str, remarks: str, pictures: Sequence[PictureItem]) -> None:
+    """Write pictures beside their originals as one HTML file, which shows them as a report does. Raises OSError."""
+    page = _template("comparison.html").render(
+        live=None, version=__version__, time=now(), title=title, remarks=remarks, pictures=pictures,
+        **page_assets("data:", "report.js", 0),
+    )  # fmt: skip
+    _write_page(path, page)
+
+
+def _write_page(path: Path, page: str) -> int:
+    content = page.encode("utf-8", "replace")  # Names of files may contain bytes that are no UTF-8.
+    write_text(path, content.decode())
+    return len(content)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 "use strict";
-// The page is complete without this script, which adds values under the pointer or at the arrow keys, and copying.
+// The page is complete without this script, which adds values under the pointer or at the arrow keys, pictures at full
+// size, switching between sounds, and copying.
 (() => {
   const shown = (value, unit) => {
     const scaled = unit === "%" ? 100 * value : value;
@@ -90,5 +91,91 @@
     button.textContent = "copied";
     setTimeout(() => { button.textContent = "copy"; }, 1500);
   });
-  if (navigator.clipboard) document.documentElement.classList.add("scripted");
+  document.documentElement.classList.add("scripted", ...(navigator.clipboard ? ["copies"] : []));
+})();
+// One player for the sounds of a row: another sound goes on where the one before it is.
+(() => {
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest?.("button.hear"), row = button?.closest(".sound");
+    if (!row) return;
+    const before = row.querySelector("audio.chosen"), buttons = [...row.querySelectorAll(".hear")];
+    const next = row.querySelectorAll("audio")[buttons.indexOf(button)];
+    if (next === before && !next.paused) return next.pause();
+    if (next !== before) {
+      [next.currentTime, next.volume] = [before.ended ? 0 : before.currentTime, before.volume];
+      before.classList.remove("chosen"); next.classList.add("chosen");
+      for (const one of buttons) one.setAttribute("aria-pressed", one === button);
+    }
+    next.play().catch(() => {}); // Another one may be asked for before it begins.
+  });
+  document.addEventListener("play", (event) => {
+    for (const one of document.querySelectorAll("audio")) if (one !== event.target) one.pause();
+  }, true);
+})();
+// Pictures at full size: an original and what was made of it, with a border to move, by step and by picture.
+(() => {
+  const viewer = document.getElementById("viewer"), part = (selector) => viewer.querySelector(selector);
+  const frame = part(".frame"), stage = part(".stage"), border = part(".border"), whole = part(".whole");
+  const steps = part(".steps input");
+  let name = "", title = "", at = 0; // What is shown, by texts: an update of a live page replaces the elements.
+  const titleOf = (figure) => figure?.querySelector("b").textContent;
+  const move = () => stage.style.setProperty("--at", `${border.value}%`);
+  const fit = () => { // In pixels of the screen; small pictures are enlarged by whole factors, which show their pixels.
+    const [width, height] = ["width", "height"].map((key) => part(".made")?.getAttribute(key) / devicePixelRatio);
+    const scale = Math.min(frame.clientWidth / width, frame.clientHeight / height);
+    whole.parentElement.hidden = scale >= 2;
+    stage.classList.toggle("enlarged", scale >= 2);
+    stage.style.width = `${width * (scale >= 2 ? Math.floor(scale) : whole.checked ? 1 : scale)}px`;
+  };
+  const show = (further = 0, later = 0) => { // By so many pictures or steps.
+    const items = [...document.querySelectorAll("[data-item]")];
+    const place = items.findIndex((one) => one.dataset.item === name) + further, item = items[place];
+    if (!item) return further || viewer.close();
+    const all = [...item.querySelectorAll("figure.made")].reverse(), before = item.querySelector("figure.original");
+    const found = all.findIndex((one) => titleOf(one) === title); // The newest, the last one, if it has left.
+    at = Math.min(all.length - 1, Math.max(0, (found < 0 ? all.length - 1 : found) + later));
+    [name, title] = [item.dataset.item, titleOf(all[at])];
+    for (const one of stage.querySelectorAll("img")) one.remove();
+    for (const figure of [before, all[at]]) {
+      const image = figure?.querySelector("img").cloneNode();
+      if (image) stage.prepend(Object.assign(image, { className: figure.className, decoding: "sync" }));
+    }
+    for (const one of [border, ...stage.querySelectorAll("b")]) one.hidden = !before;
+    [part(".left").textContent, part(".right").textContent] = [titleOf(before), title];
+    const captions = [before, all[at]].map((one) => one?.querySelector("figcaption span").textContent);
+    part("h2").textContent = [item.getAttribute("aria-label"), title, ...captions].filter(Boolean).join(" · ");
+    part(".steps").hidden = all.length < 2;
+    [steps.max, steps.value] = [all.length - 1, at];
+    steps.setAttribute("aria-valuetext", title);
+    for (const one of viewer.querySelectorAll("[data-later]")) one.disabled = !all[at + Number(one.dataset.later)];
+    for (const one of viewer.querySelectorAll("[data-further]")) {
+      one.disabled = !items[place + Number(one.dataset.further)];
+    }
+    fit();
+  };
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest?.("button.enlarge, #viewer button"), figure = button?.closest("figure");
+    if (figure) {
+      [name, title] = [button.closest("[data-item]").dataset.item, figure.matches(".made") ? titleOf(figure) : ""];
+      viewer.showModal();
+      border.value = 50;
+      move();
+    }
+    if (button) show(Number(button.dataset.further ?? 0), Number(button.dataset.later ?? 0));
+    if (figure) (border.hidden ? steps : border).focus();
+  });
+  const keys = { ArrowUp: [0, 1], ArrowDown: [0, -1], PageUp: [-1, 0], PageDown: [1, 0] };
+  viewer.addEventListener("keydown", (event) => {
+    const side = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (keys[event.key]) show(...keys[event.key]);
+    else if (side && event.target.type !== "range") border.value = Number(border.value) + side;
+    else return;
+    event.preventDefault();
+    move();
+  });
+  viewer.addEventListener("close", () => document.querySelector(`[data-item="${name}"] .made button`)?.focus());
+  border.addEventListener("input", move);
+  steps.addEventListener("input", () => show(0, steps.value - at));
+  whole.addEventListener("change", fit);
+  addEventListener("resize", fit);
 })();

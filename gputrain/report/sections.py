@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,7 +19,7 @@ from gputrain.report.records import RunRecord, is_inside
 from gputrain.samples import LONGEST_CAPTION, clip_caption
 from gputrain.speech.error_rates import character_error_rate
 
-PICTURE_STEPS, PICTURES, PICTURE_SIDE = 6, 6, 320  # Steps and pictures of a grid, and the pixels of one.
+PICTURE_STEPS, PICTURES = 6, 6  # Steps and pictures of a sheet that are shown.
 SOUND_STEPS, SOUNDS = 3, 6
 TEXT_STEPS, PLAYED = 8, 16  # PLAYED is the largest number of transcripts with a player.
 
@@ -105,22 +106,6 @@ class SheetLayout(NamedTuple):
     rows: list[list[SheetPart]]
 
 
-@dataclass
-class SheetFile:
-    """A file of a sheet with its layout, and with its image while parts are cut out of it."""
-
-    path: Path
-    layout: SheetLayout
-    image: Image.Image | None
-
-    @classmethod
-    def read(cls, path: Path) -> "SheetFile | None":
-        """Read a file; returns None if it contains no layout. Raises what `open_picture` raises."""
-        image = open_picture(path)
-        layout = layout_of(image)
-        return cls(path, layout, image) if layout else None
-
-
 def layout_of(image: Image.Image) -> SheetLayout | None:
     """Returns the layout that a sheet's file contains; None if it contains none."""
     try:
@@ -183,25 +168,26 @@ def read_transcripts(path: Path) -> list[ReadText]:
 # ------------------------------------------------------------------------------------------------------------- sections
 
 
-@dataclass(frozen=True)
-class GridCell:
-    """A picture of a grid with its caption; None if it could not be embedded."""
+class ShownPicture(NamedTuple):
+    """A picture with what it is, such as "original" or "step 500", and its caption."""
 
-    picture: EmbeddedPicture | None
-    caption: str
+    title: str
+    picture: EmbeddedPicture
+    caption: str = ""
 
 
-@dataclass(frozen=True)
-class PictureGrid:
-    """Held-out pictures in rows: the original, and what was made of it at each step."""
+@dataclass
+class PictureItem:
+    """A picture at some steps, the newest first, beside its original if it has one."""
 
-    heads: list[str]
-    rows: list[list[GridCell]]
+    title: str
+    original: ShownPicture | None = None
+    made: list[ShownPicture] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class SoundRow:
-    """A recording, if there is one, and what was made at each step; `sounds` has a title for each."""
+    """A recording, if there is one, and what was made at some steps, the newest first; each has a title."""
 
     caption: str
     sounds: list[EmbeddedSound]
@@ -233,14 +219,14 @@ class TranscriptTable:
 class SampleSection:
     """All samples of a run that are shown."""
 
-    grids: list[PictureGrid] = field(default_factory=list)
+    pictures: list[PictureItem] = field(default_factory=list)  # With their originals.
     sounds: list[SoundRow] = field(default_factory=list)
-    pictures: list[EmbeddedPicture] = field(default_factory=list)
+    sheets: list[PictureItem] = field(default_factory=list)
     transcripts: TranscriptTable | None = None
 
     @property
     def is_empty(self) -> bool:
-        return not (self.grids or self.sounds or self.pictures or self.transcripts)
+        return not (self.pictures or self.sounds or self.sheets or self.transcripts)
 
 
 def sample_section(run: RunRecord, budget: MediaBudget) -> SampleSection:
@@ -250,60 +236,63 @@ def sample_section(run: RunRecord, budget: MediaBudget) -> SampleSection:
     budget.unreadable += files.outside
     section.sounds = sound_rows(files.sounds, files.references, files.captions, budget)
     for name, by_step in files.pictures.items():
-        grid = picture_grid(by_step, budget)
-        if grid:
-            section.grids.append(grid)
-            continue
-        step, path = list(by_step.items())[-1]
-        title = f"{name.replace('_', ' ')}, step {step:,}"
-        whole = budget.of_file(path, partial(_whole_picture, path, title, budget))
-        section.pictures += [whole] if whole else []
+        if items := pictures_of_sheets(by_step, budget):
+            section.pictures += items
+        elif sheet := whole_sheets(name.replace("_", " "), by_step, budget):
+            section.sheets.append(sheet)
     for by_step in files.texts.values():
         section.transcripts = section.transcripts or transcript_table(by_step, files, budget)
     return section
+
+
+def whole_sheets(title: str, by_step: ByStep, budget: MediaBudget) -> PictureItem | None:
+    """Returns pictures of several steps as they are; None if none can be shown."""
+    item = PictureItem(title)
+    for step in evenly_spaced(list(by_step), PICTURE_STEPS)[::-1]:
+        path, shown_at = by_step[step], f"step {step:,}"
+        whole = budget.of_file(path, partial(_whole_picture, path, f"{title}, {shown_at}", budget))
+        item.made += [ShownPicture(shown_at, whole)] if whole else []
+    return item if item.made else None
 
 
 def _whole_picture(path: Path, alt: str, budget: MediaBudget) -> EmbeddedPicture | None:
     return budget.picture(open_picture(path), alt)
 
 
-def picture_grid(by_step: ByStep, budget: MediaBudget) -> PictureGrid | None:
-    """Returns sheets of several steps as a grid; None if they don't contain a layout of two rows.
+def pictures_of_sheets(by_step: ByStep, budget: MediaBudget) -> list[PictureItem]:
+    """Returns the pictures of sheets of several steps that contain a layout of two rows, originals and what was made of
+    them; none if no sheet does. The originals are those of the newest sheet."""
+    items: list[PictureItem] = []
+    for step in evenly_spaced(list(by_step), PICTURE_STEPS)[::-1]:
+        path, title, is_newest = by_step[step], f"step {step:,}", not items
+        rows = budget.of_file(path, partial(_pictures_in, path, title, budget, with_originals=is_newest), is_newest)
+        for number, (original, made) in enumerate(rows or ()):
+            if is_newest:
+                items.append(PictureItem(f"picture {number + 1}", original))
+            if made and number < len(items):
+                items[number].made.append(made)
+    return [item for item in items if item.made]
 
-    The originals are those of the last sheet.
-    """
-    sheets: list[tuple[int, SheetFile]] = []
-    for step in evenly_spaced(list(by_step), PICTURE_STEPS):
-        sheet = budget.of_file(by_step[step], partial(SheetFile.read, by_step[step]), "sheet")
-        if sheet and len(sheet.layout.rows) == 2 and len(sheet.layout.rows[0]) == len(sheet.layout.rows[1]):
-            sheets.append((step, sheet))
-        elif sheet:
-            sheet.image = None
-    if not sheets:
+
+def _pictures_in(
+    path: Path, step: str, budget: MediaBudget, *, with_originals: bool
+) -> list[tuple[ShownPicture | None, ShownPicture | None]] | None:
+    """Returns originals and what was made of them; None if the file contains no layout of two equally long rows."""
+    image = open_picture(path)
+    layout = layout_of(image)
+    if not layout or len(layout.rows) != 2 or len(layout.rows[0]) != len(layout.rows[1]):
         return None
-    _, last = sheets[-1]
-    rows = []
-    for number, part in enumerate(last.layout.rows[0][:PICTURES]):
-        alt = f"held-out picture {number + 1}"
-        row = [_cell(last, part, f"{alt}, {last.layout.heads[0]}", budget)]
-        for step, sheet in sheets:
-            if number < len(sheet.layout.rows[1]):
-                made = sheet.layout.rows[1][number]
-                row.append(_cell(sheet, made, f"{alt}, {sheet.layout.heads[1]} at step {step}, {made.caption}", budget))
-            else:
-                row.append(GridCell(None, ""))
-        rows.append(row)
-    for _, sheet in sheets:
-        sheet.image = None  # A page keeps the sheet, and needs the image no more.
-    return PictureGrid([last.layout.heads[0], *(f"step {step:,}" for step, _ in sheets)], rows)
 
+    def shown(part: SheetPart, title: str, of: str) -> ShownPicture | None:
+        picture = budget.picture(image.crop(part.box), ", ".join(filter(None, (of, title, part.caption))))
+        return ShownPicture(title, picture, part.caption) if picture else None
 
-def _cell(sheet: SheetFile, part: SheetPart, alt: str, budget: MediaBudget) -> GridCell:
-    def cut() -> EmbeddedPicture | None:
-        sheet.image = sheet.image or open_picture(sheet.path)
-        return budget.picture(sheet.image.crop(part.box), alt, PICTURE_SIDE)
-
-    return GridCell(budget.of_file(sheet.path, cut, part.box), part.caption)
+    pairs = enumerate(zip(*layout.rows, strict=True), start=1)
+    return [
+        (shown(first, layout.heads[0], f"picture {number}") if with_originals else None,
+         shown(second, step, f"picture {number}, {layout.heads[1]}"))
+        for number, (first, second) in islice(pairs, PICTURES)
+    ]  # fmt: skip
 
 
 def sound_rows(
@@ -311,7 +300,7 @@ def sound_rows(
 ) -> list[SoundRow]:
     """Returns the recordings and the sounds of the last step, and of earlier ones as far as there is room."""
     names = [*sounds][:SOUNDS]
-    made: dict[str, list[tuple[int, EmbeddedSound]]] = {name: [] for name in names}
+    made: dict[str, list[EmbeddedSound]] = {name: [] for name in names}
     recordings: dict[str, EmbeddedSound] = {}
     for name in names:
         if name in references and (sound := budget.sound(references[name], "recording")):
@@ -321,11 +310,10 @@ def sound_rows(
         for name in names:
             steps = evenly_spaced(list(sounds[name]), SOUND_STEPS)[::-1]
             if turn < len(steps) and (sound := budget.sound(sounds[name][steps[turn]], f"step {steps[turn]:,}")):
-                made[name].append((steps[turn], sound))
+                made[name].append(sound)
     rows = []
     for name in names:
-        in_order = [sound for _, sound in sorted(made[name], key=lambda place: place[0])]
-        heard = [recordings[name], *in_order] if name in recordings else in_order
+        heard = [recordings[name], *made[name]] if name in recordings else made[name]
         rows += [SoundRow(captions.get(name, name.replace("_", " ")), heard)] if heard else []
     return rows
 

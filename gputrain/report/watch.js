@@ -56,7 +56,7 @@
     document.title = answer.title;
     const parts = [...document.querySelectorAll("[data-part]")];
     if (answer.order.join() !== parts.map((one) => one.dataset.part).join()) {
-      if (!parts.some(isBusy)) reload();
+      if (!parts.some(isBusy) && !document.querySelector("dialog[open]")) reload();
       return;
     }
     for (const part of parts) {

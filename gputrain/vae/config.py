@@ -242,7 +242,7 @@ class PictureEvaluation:
 class Reconstruct(TrainedModel):
     model: ModelName = changed(TrainedModel, "model", help=TRAINED_HELP + " Or a folder of diffusers.")
     input: Path = opt(help="Picture, or folder tree of pictures.")
-    output_dir: Path = opt(help="Folder for the reconstructions. sheet.png shows them below the originals.")
+    output_dir: Path = opt(help="Folder for the reconstructions. sheet.html shows them beside the originals.")
     pictures: int = opt(default=0, help="Pictures of a folder, evenly spaced by name; 0: all.", min=0)
     max_side: int = opt(default=0, help="Longest side to scale down to, in pixels; 0: none.", min=0)
     tile_size: int = opt(default=512, help="Side of tiles of larger pictures, in pixels.", min=128)

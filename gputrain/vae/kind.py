@@ -189,7 +189,7 @@ def reconstruct(settings: Reconstruct, output: kinds.CommandOutput) -> None:
     count = len(made.written)
     output.data(
         f"{count} picture{'s' * (count != 1)}, PSNR {made.psnr_db:.1f} dB on average over whole pictures (evaluate "
-        f"takes centre crops of held-out ones); look at {made.sheet}"
+        f"takes centre crops of held-out ones); look at {made.page}"
     )
 
 
@@ -248,7 +248,7 @@ def demo_results(folder: Path) -> dict[str, object]:
     return {
         "PSNR before training": f"{psnr[0]:.1f} dB",
         "PSNR after training": f"{psnr[-1]:.1f} dB, on held-out parts",
-        "look at": folder / "reconstructions" / "sheet.png",
+        "look at": folder / "reconstructions" / "sheet.html",
         "curves": shell_command("tensorboard", "--logdir", folder / "run" / "logs"),
         "load it": f'diffusers.AutoencoderKL.from_pretrained("{folder / "export"}")',
         "next": "gputrain train-vae --data-path YOUR_PICTURES --output-dir outputs/vae",

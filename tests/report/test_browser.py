@@ -13,6 +13,7 @@ from gputrain.report.page import make_page
 from gputrain.report.records import read_run
 from tests.report.browser import BROWSER, Browser
 from tests.report.runs import KINDS, make_run
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(BROWSER is None or sys.platform == "win32", reason="no Chromium is installed")
 
@@ -66,7 +67,7 @@ def test_everything_is_decoded_and_fits(browser, page, width):
     assert browser.messages == []
     assert found["width"] == width
     assert found["overflow"] <= 0
-    assert len(found["images"]) == 6 + 4 + 4
+    assert len(found["images"]) == 6 + 5 + 5
     assert min(found["images"]) > 0
     assert sorted(found["sounds"]) == pytest.approx([*6 * [0.5], 1.0], abs=0.01)  # The recogniser's has a second.
     assert found["unnamed"] == 0
@@ -92,6 +93,44 @@ def test_a_run_that_has_ended_has_no_value_at_later_steps(browser, tmp_path):
     browser.open(tmp_path / "page.html", 1280)
     assert browser.run(POINT).split("\n") == ["step 40", "B", "40:", "305 %"]
     assert browser.run(POINT.replace("box.right - box.width / 40", "box.left + box.width / 3")).count("%") == 2
+
+
+VIEWER = """[
+  viewer.open, viewed.textContent, viewer.querySelector(".stage").style.getPropertyValue("--at"),
+  ...[...viewer.querySelectorAll(".stage img")].map((one) => one.alt),
+]"""
+
+
+def press(browser: Browser, key: str, code: int) -> None:
+    for kind in ("rawKeyDown", "keyUp"):
+        browser.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
+
+
+def test_a_picture_opens_beside_its_original_and_keys_go_through_steps_and_pictures(browser, page):
+    browser.open(page, 1280)
+    browser.run("document.querySelector('.made .enlarge').click()")
+    of = "picture 1, original, a.png", "picture 1, reconstruction, step 40, 40.5 dB"
+    assert browser.run(VIEWER) == [True, "picture 1 · step 40 · a.png · 40.5 dB", "50%", of[1], of[0]]
+    for key, code in (("ArrowLeft", 37), ("ArrowLeft", 37), ("ArrowDown", 40), ("PageDown", 34)):
+        press(browser, key, code)
+    assert browser.run(VIEWER)[:3] == [True, "picture 2 · step 20 · <i>.png · 21.5 dB", "48%"]
+    assert browser.run("viewer.querySelector('[data-later=\"-1\"]').disabled")
+    press(browser, "Escape", 27)
+    assert browser.run(VIEWER)[0] is False
+    focused = "document.activeElement.closest('[data-item]')?.ariaLabel === 'picture 2'"  # An event after the closing.
+    wait_until(lambda: browser.run(focused), "the focus on the picture that was left")
+    assert browser.messages == []
+
+
+def test_another_sound_goes_on_where_the_one_before_it_was(browser, page):
+    browser.open(page, 1280)
+    browser.run("window.row = document.querySelector('.sound'); window.sounds = [...row.querySelectorAll('audio')]")
+    shown = "sounds.map((one) => getComputedStyle(one).display !== 'none')"
+    assert browser.run(shown) == [False, True, False]
+    browser.run("sounds[1].currentTime = 0.3; row.querySelectorAll('.hear')[0].click()")
+    assert browser.run("sounds[0].currentTime") >= 0.3
+    assert browser.run(f"[...{shown}, sounds[1].paused]") == [True, False, False, True]
+    assert browser.messages == []
 
 
 def test_it_is_complete_without_scripts(browser, page, tmp_path):

@@ -23,7 +23,7 @@ def vae_run(tmp_path_factory):
 
 
 def uris(section):
-    return [cell.picture.uri for grid in section.grids for row in grid.rows for cell in row if cell.picture]
+    return [one.picture.uri for item in section.pictures for one in (item.original, *item.made)]
 
 
 def test_a_page_decodes_only_new_files(vae_run, tmp_path, monkeypatch):
@@ -43,16 +43,16 @@ def test_a_page_decodes_only_new_files(vae_run, tmp_path, monkeypatch):
         assert kind == "image/jpeg"
         assert content.startswith(b"\xff\xd8")
     assert media.get("../metrics.jsonl") is None
-    newest = folder / "samples" / "reconstructions_step_00000060.png"
-    shutil.copy(folder / "samples" / "reconstructions_step_00000040.png", newest)
+    newest, before = (folder / "samples" / f"reconstructions_step_000000{step}.png" for step in (60, 40))
+    shutil.copy(before, newest)
     assert len(uris(sample_section(record, media))) == 8
-    assert opened[2:] == [newest]
+    assert opened[2:] == [newest, before]  # The latter again, now without the originals.
     newest.write_bytes(newest.read_bytes()[:2000])  # It is being written.
     media.renew(30)
     sample_section(record, media)
     sample_section(record, media)
     assert media.unreadable == 2  # Counted for each of the two, and read once.
-    assert len(opened) == 4
+    assert len(opened) == 5
     media.renew(-1)  # There is no time for files that weren't shown before.
     shutil.copy(folder / "samples" / "reconstructions_step_00000040.png", newest)
     assert uris(sample_section(record, media)) == first
@@ -110,7 +110,8 @@ def test_what_leads_out_of_the_run_is_never_read(vae_run, tmp_path):
     os.mkfifo(samples / "x_step_1.wav")
     for budget in (MediaBudget.of(30), LiveMedia()):
         section = sample_section(read_run(folder), budget)
-        assert [grid.heads for grid in section.grids] == [["original", "step 90"], ["original", "step 20", "step 40"]]
+        steps = [[one.title for one in item.made] for item in section.pictures]
+        assert steps == [["step 90"], ["step 90"], ["step 40", "step 20"], ["step 40", "step 20"]]
         assert section.transcripts is None
         assert budget.unreadable == 4
     (folder / "samples").rename(tmp_path / "samples")

@@ -12,12 +12,16 @@ from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
 
+import numpy as np
 import pytest
 import soundfile
 import torch
+from PIL import Image
+from rich.console import Console
 
 from gputrain.cli.app import app, command_line, print_next_steps
 from gputrain.cli.options import settings_of
+from gputrain.engine.metrics import Metrics
 from gputrain.engine.schedule import Saving
 from gputrain.engine.stop import format_duration
 from gputrain.errors import Stopped
@@ -36,9 +40,11 @@ from gputrain.report.page import (
 )
 from gputrain.report.records import read_run
 from gputrain.report.settings_table import run_parts, settings_table
+from gputrain.samples import Report, Sheet, SheetCell
 from tests.command import gputrain_here
 from tests.report.runs import KINDS, PLAN, end_row, make_run, metric_rows, start_row, write_rows
 from tests.tables import each_row
+from tests.toy import cpu_runtime
 
 VOID = {"meta", "link", "img", "input", "br"}
 
@@ -111,17 +117,47 @@ def test_every_kind_has_figures_curves_samples_and_commands(runs, kind):
         assert soundfile.info(io.BytesIO(b64decode(player["src"].partition(",")[2]))).duration == 1.0
         assert not page.all("img")
     if kind == "vae":
-        steps = [page.words.index(word) for word in ("original", "step 20", "step 40")]
-        assert steps == sorted(steps)
+        shown = [word.strip() for word in page.words if word in ("original", "step 20", "step 40")]
+        assert shown == 2 * ["original", "step 40", "step 20"]  # The newest stands beside the original.
         assert "40.5 dB" in page.text
         assert len(page.all("img")) == 6
-        assert "held-out picture 1, reconstruction at step 20, 20.5 dB" in [image["alt"] for image in page.all("img")]
+        assert "picture 1, reconstruction, step 20, 20.5 dB" in [image["alt"] for image in page.all("img")]
     if kind in ("vocoder", "tts"):
         sounds = page.all("audio")
-        assert [sound["aria-label"].split(" of ")[0] for sound in sounds] == ["recording", "step 20", "step 40"]
+        assert [sound["aria-label"].split(" of ")[0] for sound in sounds] == ["recording", "step 40", "step 20"]
+        assert [button["aria-pressed"] for button in page.all("button") if button.get("class") == "hear"] == [
+            "false", "true", "false",
+        ]  # fmt: skip
+        assert [sound["class"] for sound in sounds] == ["", "chosen", ""]
         assert all(sound["src"].startswith("data:audio/wav;base64,") for sound in sounds)
         assert "what <is> said & sung" in page.text
-        assert len(page.all("img")) == 4  # A spectrogram of each, and the last sheet.
+        assert len(page.all("img")) == 5  # A spectrogram of each, and a sheet of each step.
+
+
+def test_samples_come_before_curves_and_open_at_full_size(tmp_path):
+    """Each picture is a button that the script enlarges, and the file holds it as large as the sample is."""
+    folder = make_run(tmp_path / "run", "vae")
+    for path in (folder / "samples").iterdir():
+        path.unlink()
+    levels = torch.randint(0, 255, (2, 700, 900, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    sheet = Sheet(["original", "reconstruction"], [[SheetCell(levels[0])], [SheetCell(levels[1], "9.9 dB")]])
+    with Metrics(folder, Console(quiet=True), cpu_runtime(), unit="items", first_step=0, last_step=40) as metrics:
+        metrics.report(7, 1, "samples", Report(pictures={"reconstructions": sheet}))
+    write_rows(folder / "metrics.jsonl", metric_rows("vae", 40))  # They began anew.
+    page = page_of(folder)
+    places = [values["id"] for tag, values in page.tags if tag == "section"]
+    assert places.index("samples") < places.index("curves")
+    inside = [inner for outer, inner in zip(page.tags, page.tags[1:], strict=False) if "enlarge" in str(outer)]
+    assert [tag for tag, _ in inside] == ["img", "img"]
+    for (_, image), expected_HW3 in zip(inside, levels, strict=True):
+        with Image.open(io.BytesIO(b64decode(image["src"].partition(",")[2]))) as shown:
+            assert (str(shown.width), str(shown.height)) == (image["width"], image["height"]) == ("900", "700")
+            error = np.abs(np.asarray(shown).astype(float) - expected_HW3.numpy()).mean()
+        assert error < 8  # A file of 4:2:0 colours would be several times as far from noise.
+    (dialog,) = page.all("dialog")
+    assert dialog["aria-labelledby"] in [title.get("id") for title in page.all("h2")]
+    assert all(border["aria-label"] for border in page.all("input") if border.get("type") == "range")
+    assert not [name for _, values in page.tags for name in values if name.startswith("on") or name == "style"]
 
 
 def test_runs_are_compared(runs, tmp_path):

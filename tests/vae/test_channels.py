@@ -211,7 +211,7 @@ def test_reconstructions_have_the_channels(trained, tmp_path):
     folder, channels = trained
     settings = Reconstruct(model=folder / "run", input=folder / "pictures/0.png", output_dir=tmp_path, device="cpu")
     progress = ProgressSeen()
-    (written,), sheet, _ = reconstruct_folder(settings, progress)
+    (written,), sheet, _, _ = reconstruct_folder(settings, progress)
     assert progress.leads_to(1)
     with Image.open(written) as made, Image.open(sheet) as drawn:
         assert (made.mode, made.size) == ({1: "L", 4: "RGBA"}[channels], (48, 48))

@@ -1,7 +1,9 @@
 """Use of a trained VAE: evaluation, reconstruction in tiles, loading, export, and their commands."""
 
+import io
 import json
 import re
+from base64 import b64decode
 
 import numpy as np
 import pytest
@@ -248,11 +250,30 @@ def test_a_few_pictures_are_reconstructed_small_under_their_own_names(run, tmp_p
         return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.*")), output
 
     names, output = names_of(tmp_path / "all")
-    assert names == ["a.png", "a.png.png", "deep/b.png", "deep/c.png", "sheet.jpg.png", "sheet.png", "z.png"]
+    assert names == [
+        "a.png",
+        "a.png.png",
+        "deep/b.png",
+        "deep/c.png",
+        "sheet.html",
+        "sheet.jpg.png",
+        "sheet.png",
+        "z.png",
+    ]
     assert re.search(r"6 pictures, PSNR [\d.]+ dB on average over whole pictures \(evaluate takes centre crops", output)
     for _ in range(2):  # Those of the first time, in a subfolder, are no sources of the second.
         names, output = names_of(sources / "few", "--pictures", 2, "--max-side", 48)
-        assert names == ["a.png", "deep/c.png", "sheet.png"]
+        assert names == ["a.png", "deep/c.png", "sheet.html", "sheet.png"]
         assert "reconstructing 2 of 6 pictures" in output
     with Image.open(sources / "few/deep/c.png") as image:
         assert image.size == (48, 31)
+    page = (sources / "few/sheet.html").read_text()
+    shown = re.findall(r'<img src="data:image/jpeg;base64,([^"]+)" width="48" height="\d+" alt="([^"]+)"', page)
+    assert [alt for _, alt in shown] == [
+        "original of a.jpg", "reconstruction of a.jpg", "original of deep/c.png", "reconstruction of deep/c.png",
+    ]  # fmt: skip
+    made = np.array(Image.open(sources / "few/deep/c.png")).astype(float)
+    in_page = np.array(Image.open(io.BytesIO(b64decode(shown[3][0]))))
+    assert np.abs(in_page - made).mean() < 4
+    assert "default-src &#39;none&#39;" in page
+    assert page.count('id="viewer"') == 1

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import io
 import json
 import re
 import shutil
@@ -10,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from gputrain.engine.run_folder import append_line
 from gputrain.heartbeat import Heartbeat
@@ -213,8 +215,14 @@ def test_samples_that_a_resumed_run_makes_again_replace_those_before(folders):
     """The same files, with other pictures."""
     visitor = Visitor(folders[0])
     write_samples(folders[0], "vae", seed=1)
-    assert "grid-0-1" in visitor.changes()
+    assert "pictures-0" in visitor.changes()
     assert not list((folders[0] / "samples").glob("*.partial"))
+    content = visitor.parts[f"pictures-{id_of(folders[0])}-0"][1]
+    shown = re.findall(r'class="enlarge"><img src="media/([^"]+)" width="(\d+)" height="(\d+)"', content)
+    assert len(shown) == 6
+    for name, width, height in shown:  # The address is that of the picture at full size.
+        with Image.open(io.BytesIO(visitor.pages.media.get(name)[1])) as picture:
+            assert picture.size == (int(width), int(height)) == (32, 32)
 
 
 def test_the_policy_allows_the_style_and_the_script_of_the_page_alone(folders):
