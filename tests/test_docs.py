@@ -233,6 +233,18 @@ def test_the_profiles_of_the_vae_are_planned_as_its_page_says() -> None:
     assert len(rows) == 5
 
 
+@pytest.mark.slow  # It plans four times for two GPUs.
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("fine_tune_*.md")), ids=lambda page: page.stem)
+def test_the_seconds_of_a_fine_tuning_are_what_its_plan_predicts(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    line = next(line for line in commands_of(text) if line.startswith("gputrain plan "))
+    shown = re.findall(r"([\d.]+) s ", text.split("**How long**")[1])[:2]
+    plans = json.loads(gputrain_here(*shlex.split(line)[1:], "--json").stdout)
+    assert len(plans) == 2
+    for seconds, plan in zip(shown, plans, strict=True):
+        assert float(seconds) == pytest.approx(plan["predicted_seconds_per_step"], rel=0.01), plan["gpu"]
+
+
 def test_planning_is_short_and_evidence_begins_with_what_it_shows_and_how() -> None:
     assert len((ROOT / "docs" / "planning.md").read_text(encoding="utf-8").split()) <= 1500
     pages = sorted((ROOT / "docs" / "evidence").glob("*.md"))
