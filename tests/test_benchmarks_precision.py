@@ -1,8 +1,7 @@
 """What 16 bit costs beside float64, by the arithmetic of benchmarks/precision.py: the same on every processor.
 
-The models here are new and small; docs/evidence/precision.md has figures of trained ones. Gradients are compared for the
-same
-gradients of the losses at the outputs, so that they measure the arithmetic of the model and not the losses.
+The models here are new and small; docs/evidence/precision.md has figures of trained ones. Gradients are compared for
+the same gradients of the losses at the outputs, so that they measure the arithmetic of the model and not the losses.
 """
 
 import importlib
