@@ -14,10 +14,11 @@ from gputrain.kinds import kinds
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 HEAD = """# Options
 
-Each option stands once, with the commands that have it. `--name` is a flag, and the key `name` of the YAML or JSON file
-that `--config` takes: `--image-size 512` is `image_size: 512`. What is written `name:` is a key of a file only. A flag
-beats the file, of several files the last one, and the file the default. Flags may be spelt with underscores too, and a
-flag `--[no-]name` is switched off by `--no-name`. `--help` shows the common options of a command, `--help-all` all.
+Look up an option here: each stands once, with the commands that have it. `--name` is a flag, and the key `name` of the
+YAML or JSON file that `--config` takes: `--image-size 512` is `image_size: 512`. What is written `name:` is a key of a
+file only. A flag beats the file, of several files the last one, and the file the default. Flags may be spelt with
+underscores too, and a flag `--[no-]name` is switched off by `--no-name`. `--help` shows the common options of a
+command, `--help-all` all.
 
 `--config` finds files of the package by their names: `standard`, `ultra`, `high`, `fast` and `draft` of `train-vae`,
 `vits_rtx4090` of `train-tts`, and `tiny` and openvpi's `base_hifi_gpu` and `base_hifi_rtx5090_optimized` of
