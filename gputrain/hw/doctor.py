@@ -137,7 +137,7 @@ def smaller_command(plan: Plan, settings: object) -> str:
     """Return the command of a training that suits a machine without a GPU better than these settings; "" if there is a
     GPU, no such training of this kind, or if they are that training."""
     kind = kinds().get(getattr(settings, "kind", ""))
-    if plan.device.value != "cpu" or kind is None or {*kind.small} <= {*as_flags(settings)}:
+    if plan.device.value != "cpu" or not (kind and kind.small) or CPU_TIME in as_flags(settings):
         return ""
     return train_command(
         plan, kind, as_flags(settings, [*REPLACED, *(word[2:].replace("-", "_") for word in kind.small)])

@@ -309,5 +309,5 @@ KIND = kinds.ModelKind(
     keys=frozenset({"crop_mel_frames", "upsample_rates"}),
     checkpoint_suffix=".ckpt",
     packages=("skimage", "soundfile"),
-    small=("--upsample-initial-channel", "128", "--crop-mel-frames", "32", "--batch-size", "4"),
+    small=("--config", "tiny", "--num-steps", "0"),
 )  # fmt: skip
