@@ -82,7 +82,7 @@ def test_the_least_recently_used_contents_are_dropped_and_made_again(tmp_path, m
         Image.new("RGB", (64, 64), (number * 80, 0, 0)).save(path)
 
     def show(path):
-        made = media.of_file(path, lambda: media.picture(module.open_picture(path), "a picture"))
+        [(_, made)] = media.of_file(path, lambda: [("title", media.picture(module.open_picture(path), "a picture"))])
         assert isinstance(made, EmbeddedPicture)
         return made.uri.removeprefix("media/")
 
