@@ -315,6 +315,7 @@ def test_a_training_that_a_cpu_finishes_is_the_same_with_smaller_settings(kind):
     train, on_cpu, on_gpu = kinds()[kind].train, *(advise(recorded(name), []) for name in ("no_driver", "h100"))
     given = {"data_path": "my data", "output_dir": "it's", "batch_size": 77, "init_from": "else", "memory_budget": 3.0}
     command = smaller_command(on_cpu, assemble(train, given))
+    assert command == smaller_command(on_cpu, assemble(train, {**given, "num_epochs": 7}))  # Which says --yes, too.
     name, read = parsed(command)
     assert name == f"train-{kind}"
     flat = flatten(read)
