@@ -113,6 +113,7 @@ def test_a_training_says_what_its_first_step_waits_for(tmp_path, monkeypatch, ca
 def test_the_best_score_in_the_log_is_that_of_the_best_checkpoint(tmp_path, caplog):
     """Also if max_steps alone caused the evaluation, which counts for nothing else."""
     trained(tmp_path, 3, evaluate_every_steps=2)
+    assert json.loads((tmp_path / "history.jsonl").read_text().splitlines()[0])["last_step"] == 3
     best = torch.load(tmp_path / checkpoint.BEST)["progress"]
     assert (best["step"], checkpoint.step_of(tmp_path / checkpoint.BEST)) == (3, 3)
     with caplog.at_level(logging.INFO):
