@@ -139,10 +139,11 @@ class LineHandler(logging.Handler):
         if not self.ranks.leads and not getattr(record, "each_rank", False):
             return
         label = "" if record.levelno <= logging.INFO else f"[yellow]{record.levelname.lower()}:[/] "
+        text = record.getMessage()
+        if not getattr(record, "has_token", False):  # The address of a page is of no use without its token.
+            text = without_secrets(text)
         with contextlib.suppress(OSError):  # A closed terminal must not end a run.
-            err.print(
-                f"{_rank_prefix(self.ranks)}{label}{escape(without_secrets(record.getMessage()))}", soft_wrap=True
-            )
+            err.print(f"{_rank_prefix(self.ranks)}{label}{escape(text)}", soft_wrap=True)
 
 
 def run(program: Callable[[], object]) -> NoReturn:

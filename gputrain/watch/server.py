@@ -220,7 +220,8 @@ def _forward(page: "subprocess.Popen[str]", left: threading.Event) -> None:
     for line in page.stdout:
         if line.startswith("http"):
             port = urllib.parse.urlsplit(line).port
-            log.info("the page of the run, elsewhere after ssh -L %d:localhost:%d HOST: %s", port, port, line.strip())
+            shown, token = "the page of the run, elsewhere after ssh -L %d:localhost:%d HOST: %s", {"has_token": True}
+            log.info(shown, port, port, line.strip(), extra=token)
         fault = fault or (line.strip() if line.startswith("error") else "")
     code = page.wait()
     if not left.is_set():

@@ -1,6 +1,7 @@
 """--watch: a page beside a training, whose process ends with the training, and harms it in no way."""
 
 import json
+import logging
 import os
 import re
 import signal
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from gputrain.cli.ui import LineHandler
 from gputrain.engine.run_folder import HISTORY
 from gputrain.engine.schedule import Saving
+from gputrain.hw.ranks import SINGLE
 from gputrain.watch import server as beside
 from gputrain.watch.server import watched_beside
 from tests.cli.test_torchrun import options
@@ -60,6 +63,16 @@ def test_the_page_is_a_session_of_its_own_and_ends_with_the_training(run, caplog
     assert [(one.levelname, one.getMessage()) for one in caplog.records] == [
         ("INFO", "the page of the run, elsewhere after ssh -L 8765:localhost:8765 HOST: http://127.0.0.1:8765/")
     ]
+
+
+def test_the_address_is_printed_with_its_token(run, monkeypatch, capsys):
+    monkeypatch.setattr(beside, "PROGRAM", (sys.executable, "-IS", "-c", PAGE.replace("8765/", "8765/?token=abc")))
+    monkeypatch.setattr(logging.getLogger("gputrain"), "handlers", [LineHandler(SINGLE)])
+    shown = []
+    with watched_beside(Saving(output_dir=run, watch=True, allow_control=True)):
+        facts()
+        wait_until(lambda: "the page of the run" in (shown.append(capsys.readouterr().err) or "".join(shown)), "it")
+    assert "http://127.0.0.1:8765/?token=abc" in "".join(shown)
 
 
 def test_no_page_is_left_of_a_training_that_fails_before_its_first_step(run, caplog):
