@@ -87,12 +87,12 @@ def test_a_page_follows_a_run(browser, tmp_path):
     asked = []
     with served(tmp_path, act=lambda content: asked.append(content) or f"did {content['action']}") as port:
         browser.open(f"http://127.0.0.1:{port}/", 1280)
-        assert browser.run(has_text("step 40 of 80"))
+        assert browser.run(has_text("step 40/80"))
         browser.run("window.isSame = true; document.querySelector('#curves details').open = true")
         append_line(
             json.dumps({"step": 41, "seconds": 41.0, "learning_rate": 0.5}).encode() + b"\n", run / "metrics.jsonl"
         )
-        follow(browser, has_text("step 41 of 80"), "the next step")
+        follow(browser, has_text("step 41/80"), "the next step")
         # A sound that plays stays as it is, until it has ended.
         assert browser.run(PLAY) == pytest.approx(0.5, abs=0.01)
         browser.run("document.querySelector('audio').pause()")
@@ -121,7 +121,7 @@ def test_the_network_is_gone_for_a_while(browser, tmp_path):
     follow(browser, "document.elementFromPoint(innerWidth / 2, innerHeight - 30).id === 'trouble'", "the note there")
     write_rows(run / "history.jsonl", [start_row(0, last_step=99)])
     with served(tmp_path, port):
-        follow(browser, f"{STATE}[0] && {has_text('step 40 of 99')}", "the page's recovery")
+        follow(browser, f"{STATE}[0] && {has_text('step 40/99')}", "the page's recovery")
 
 
 def test_the_overview_leads_to_a_comparison(browser, tmp_path):
@@ -176,7 +176,7 @@ def test_what_a_reader_has_chosen_outlives_updates(browser, tmp_path):
             append_line(json.dumps(row).encode() + b"\n", folders[0] / "metrics.jsonl")
             kept = "document.querySelector('input[name=steps]').value === '7' && document.activeElement.innerText"
             kept += f".startsWith('model: tts') && {shown}.startsWith('step 38\\n')"
-            follow(browser, f"{has_text(f'step {step} of 90')} && {kept}", "a step more, with all that was there")
+            follow(browser, f"{has_text(f'step {step}/90')} && {kept}", "a step more, with all that was there")
             assert browser.run("document.querySelector('#logarithmic').checked")
         assert not browser.run("window.isSame")
         assert browser.messages == []
@@ -189,7 +189,9 @@ def test_a_real_training_is_watched_and_stopped(browser, tmp_path):
     (tmp_path / "runs").mkdir()
     program = [sys.executable, "-m", "gputrain"]
     page = subprocess.Popen(
-        [*program, "watch", tmp_path / "runs", "--allow-control", "--port", "0"], stdout=subprocess.PIPE, text=True
+        [*program, "watch", tmp_path / "runs", "--wait", "--allow-control", "--port", "0"],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     line = words("vocoder", data, tmp_path / "runs" / "sung", 0, sample_every_steps=4, num_steps=100_000)
     training = subprocess.Popen([*program, *map(str, line)], stderr=subprocess.PIPE, text=True)
@@ -203,7 +205,7 @@ def test_a_real_training_is_watched_and_stopped(browser, tmp_path):
             browser.open(address, 1280)
             follow(browser, "location.search === ''", "the address without the token")
             follow(browser, has_text("No runs yet") + " || " + has_text("running"), "the page")
-            follow(browser, has_text("of 100,000"), "the training")
+            follow(browser, has_text("/100000"), "the training")
             follow(browser, "document.querySelectorAll('.sound audio').length > 1", "a sample")
             assert browser.run(PLAY) > 0.1
             browser.run("[...document.querySelectorAll('audio')].forEach((one) => one.pause())")
