@@ -179,33 +179,32 @@ def test_every_question_of_the_index_leads_to_a_heading() -> None:
 
 
 def test_the_front_page_is_short_and_leads_with_the_users_job() -> None:
-    assert len(README.splitlines()) <= 110
+    assert len(README.splitlines()) <= 90
     assert re.findall(r"^#+ (.*)$", without_code(README), re.MULTILINE) == [
         "gputrain",
         "Install",
         "From your folder to a trained model",
-        "What will it take? Ask before you rent",
         "Why trust it",
         "Beside other trainers",
         "Measured",
         "Licence",
     ]
     assert "![" in README.split("\n## ")[0]
-    assert "git clone" in README.split("\n## ")[1]
+    assert re.findall(r"^\./setup\.sh", README.split("\n## ")[1], re.MULTILINE)  # No placeholder before it.
     assert len(commands_of(README.split("\n## ")[2])) == 4
 
 
 def test_the_checks_of_a_change_run_the_commands_of_the_front_page() -> None:
     install = README.split("\n## ")[1]
     run = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    assert re.findall(r"^\./setup\.sh (\w+)", install, re.MULTILINE) == ["demo", "test"]
+    assert re.findall(r"\./setup\.sh (\w+)", install) == ["demo", "test"]
     assert set(re.findall(r"\./setup\.sh (\w+)", run)) == {"demo", "test"}
 
 
 def test_what_others_lack_is_shown_by_their_own_pages() -> None:
     rows = [line.strip("| ").split(" | ") for line in README.split("## Beside other trainers\n")[1].splitlines()]
     rows = [row for row in rows if len(row) > 1][2:]
-    assert len(rows) > 4
+    assert len(rows) >= 4
     for row in rows:
         assert re.search(r"\]\(https://(github\.com|huggingface\.co)/", row[-1]), row[0]
 
