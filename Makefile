@@ -34,7 +34,7 @@ docs:  ## write the tables of options and keys from the code
 	$(PY) -m tests.keys_page
 
 images:  ## make the pictures of docs/images again; needs tmux and Chromium
-	$(PY) docs/images/make.py
+	$(PY) -m docs.images.make
 
 notebooks:  ## run the notebooks of examples again and keep their outputs; some minutes for each
 	$(PY) examples/run_notebooks.py

@@ -1,6 +1,6 @@
-"""Makes the pictures of this folder from real runs: help pages, a training on a terminal, and its report.
+"""Makes the pictures of this folder from real runs: help pages, a training on a terminal and in a browser, its report.
 
-`make images`, or `python docs/images/make.py` from the root of the repository; it needs tmux and Chromium, and takes a
+`make images`, or `python -m docs.images.make` from the root of the repository; it needs tmux and Chromium, and takes a
 few minutes on a CPU. The terminals have 80 columns, and their pictures are the characters and colours that tmux holds.
 """
 
@@ -20,14 +20,17 @@ from rich.console import Console
 from rich.text import Text
 
 from gputrain.kinds import kinds
+from tests.report.browser import Browser
 
 HERE = Path(__file__).parent
 COLUMNS, ROWS, TALL = 80, 64, 1000  # ROWS of a help page are shown.
+GAP = 20  # Pixels between two screens.
 LARGEST_BYTES = 150_000
 TRAINING = (
-    "train-vae --data-path photos --output-dir run --preset fast --image-size 64 --batch-size 2 "
-    "--num-epochs 0 --num-steps 60 --evaluate-every-epochs 0 --evaluate-every-steps 10 --sample-every-steps 20"
+    "train-vae --data-path photos --output-dir run --preset fast --image-size 128 --batch-size 2 --num-epochs 0 "
+    "--num-steps 300 --evaluate-every-epochs 0 --evaluate-every-steps 20 --sample-every-steps 100"
 )
+SHOWN_STEP = 200  # The pictures of the training are taken after its evaluation.
 
 
 class Terminal:
@@ -88,28 +91,53 @@ def make_help() -> None:
 
 
 def make_training(folder: Path) -> Path:
-    """Takes the screen in the middle of a training, and returns the folder of the run when it has ended."""
+    """Takes terminal and browser in the middle of a training, and returns the folder of the run when it has ended."""
     kinds()["vae"].demo.make_source(folder)
     (folder / "photos").symlink_to(folder / kinds()["vae"].demo.source)
     terminal = Terminal(folder, 30)
     terminal.type(f"clear; gputrain {TRAINING}; echo END")
-    terminal.wait_for(r"held-out at step 30")
+    terminal.wait_for(rf"held-out at step {SHOWN_STEP}", 1800)
     time.sleep(4)
     save_terminal(terminal.screen(), HERE / "training.svg", "gputrain train-vae --data-path photos ...")
-    terminal.wait_for("^END")
+    make_watch(folder)
+    terminal.wait_for("^END", 1800)
     terminal.close()
     return folder / "run"
 
 
+def make_watch(folder: Path) -> None:
+    """Takes the page of the training on a wide screen and, with a sample opened, on a phone."""
+    words = [sys.executable, "-m", "gputrain", "watch", "run", "--port", "0"]
+    with subprocess.Popen(words, cwd=folder, stderr=subprocess.PIPE, text=True) as server, Browser() as browser:
+        assert server.stderr
+        address = next(found[0] for line in server.stderr if (found := re.search(r"http://\S+", line)))
+        shots = []
+        for width, dark in ((1280, False), (390, True)):
+            browser.open(address, width, dark=dark, height=TALL)
+            if dark:
+                browser.run("document.querySelector('.made button').click()")
+            time.sleep(2)
+            path = folder / f"{width}.png"
+            browser.screenshot(path, height=TALL)
+            shots.append(Image.open(path).convert("RGB"))
+        server.terminate()
+    both = Image.new("RGB", (sum(shot.width for shot in shots) + GAP, TALL), "#c9d1d9")
+    both.paste(shots[0])
+    both.paste(shots[1], (shots[0].width + GAP, 0))
+    save_picture(both, HERE / "watch.png", 1200)
+
+
 def make_report(run: Path) -> None:
-    path = HERE / "report.png"
-    subprocess.run(
-        [sys.executable, "-m", "tests.report.browser", run / "report.html", path, "1200", "light", "1700"], check=True
-    )
-    with Image.open(path) as shot:
-        shot.convert("RGB").resize((900, round(900 * shot.height / shot.width)), Image.Resampling.LANCZOS).quantize(
-            96
-        ).save(path, optimize=True)
+    path = run / "report.png"
+    with Browser() as browser:
+        browser.open(run / "report.html", 1200)
+        browser.screenshot(path, height=1700)
+    save_picture(Image.open(path).convert("RGB"), HERE / "report.png", 900)
+
+
+def save_picture(shot: Image.Image, path: Path, width: int) -> None:
+    size = (width, round(width * shot.height / shot.width))
+    shot.resize(size, Image.Resampling.LANCZOS).quantize(128).save(path, optimize=True)
     check_size(path)
 
 
