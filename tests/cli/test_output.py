@@ -281,7 +281,7 @@ def test_the_start_of_a_training_is_short_and_its_plan_is_logged_if_asked_for(tm
     times = [re.fullmatch(r"start, (.*): \d+\.\d s, \d+\.\d CPU-s", line) for line in detailed]
     assert [found[1] for found in times if found] == [
         "from the command to the end of imports", "hardware and run folder", "data", "planning",
-        "model and first weights", "first batch", "from the command to the first step",
+        "model and first weights", "first samples", "first batch", "from the command to the first step",
     ]  # fmt: skip
 
 
