@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT = "heartbeat.json"
 BEAT_SECONDS = 2.0  # Time between two writings.
+END_SECONDS = 5.0  # A disk that does not answer keeps the training no longer from its end.
 
 
 def time_now() -> str:
@@ -86,7 +87,7 @@ class Heartbeat:
             yield
         finally:
             left.set()
-            thread.join(BEAT_SECONDS)  # A disk that does not answer must not keep the training from its end.
+            thread.join(END_SECONDS)
             with suppress(OSError):
                 path.unlink()
 
