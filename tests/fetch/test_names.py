@@ -153,6 +153,7 @@ def test_offline_nothing_is_asked_and_what_is_missing_is_said(hub, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir(exist_ok=True)
     (tmp_path / "x.wav").write_bytes(b"RIFF")
+    (tmp_path / "x.png").write_bytes(b"\x89PNG")
     hub.add("org/other", {"config.json": b"{}"})
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     done = gputrain_here(*words.split())
