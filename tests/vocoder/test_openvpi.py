@@ -9,7 +9,7 @@ from gputrain.cli.settings import PrepareSettings
 from gputrain.config import assemble, leaves, read_file
 from gputrain.errors import UserError
 from gputrain.vocoder.config import TrainVocoder
-from gputrain.vocoder.openvpi import PROFILES, known_keys, translate
+from gputrain.vocoder.openvpi import PROFILES, known_keys, read_with_bases, translate
 from tests.tables import each_row
 
 STANDARD, FAST = PROFILES / "base_hifi_gpu.yaml", PROFILES / "base_hifi_rtx5090_optimized.yaml"
@@ -62,9 +62,7 @@ def refusal(content, tmp_path, of="train"):
 @pytest.mark.parametrize(("key", "standard", "fast"), USERS_TABLE)
 def test_the_files_that_come_along_hold_the_users_values(key, standard, fast):
     for path, expected in ((STANDARD, standard), (FAST, fast)):
-        value = read_file(path)
-        for step in key.split("."):
-            value = value.get(step, "absent")
+        value = read_with_bases(read_file(path), path).values.get(key, "absent")
         assert value == expected
         assert type(value) is type(expected)
 
