@@ -3,12 +3,12 @@
 usage: python benchmarks/vocoder_vs_openvpi.py [--peer FOLDER] [--smoke]
 
 FOLDER is a checkout of https://github.com/openvpi/SingingVocoders at 4d0889c; without it, only ours is measured. Both
-sides read the two configuration files that come with gputrain, in openvpi's keys, unchanged: `standard` (512 channels,
-msd and mpd, AdamW, fp32) and `optimised` (1024 channels, fast_mrd and fast_mpd, Muon, 16-mixed). Rows are fresh
-processes, in turn: peer, ours, peer, ours, ...; a side's figures are medians over its rows. The peer runs its own
-training_step (vocoder_peer.py); ours is `StepBench`, the part of a training between loading and logging. Both start
-with the same weights and the same sound. Beside the measured time of each side stands the one that the planner predicts
-from the shapes of its operators.
+sides read the two configuration files that come with gputrain, in openvpi's keys, the second joined with the first, on
+which it is based: `standard` (512 channels, msd and mpd, AdamW, fp32) and `optimised` (1024 channels, fast_mrd and
+fast_mpd, Muon, 16-mixed). Rows are fresh processes, in turn: peer, ours, peer, ours, ...; a side's figures are medians
+over its rows. The peer runs its own training_step (vocoder_peer.py); ours is `StepBench`, the part of a training
+between loading and logging. Both start with the same weights and the same sound. Beside the measured time of each side
+stands the one that the planner predicts from the shapes of its operators.
 
 First each configuration is checked in fp32, with the same noise: every loss of both phases to 1e-4, and the gradients.
 Differences by design are listed in DIFFERENCES. On a GPU sizes are those of the files, and ours is measured compiled
@@ -184,8 +184,13 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 
 def profile(settings: Settings) -> dict[str, Any]:
-    """Returns a configuration file in openvpi's keys, with the sizes of the row."""
-    content: dict[str, Any] = {**read_file(profile_path(settings)), **settings["changes"]}
+    """Returns a configuration in openvpi's keys, with the sizes of the row. The optimised file is based on the other,
+    and is joined with it here, as the peer would look for that in its own folders."""
+    content: dict[str, Any] = read_file(PROFILES / CONFIGURATIONS["standard"])
+    for name, value in read_file(profile_path(settings)).items():
+        content[name] = {**content.get(name, {}), **value} if isinstance(value, dict) else value
+    content = {**content, **settings["changes"]}
+    content.pop("base_config", None)
     if settings["channels"]:
         content["model_args"] = {**content["model_args"], "upsample_initial_channel": settings["channels"]}
     return content

@@ -51,12 +51,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     with writing(path):
         if path.is_file() and path.read_bytes() == content:
             return
-        partial = path.with_name(f".{path.name}.partial")
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        replace_file(path, [content])
 
 
 def write_text(path: Path, text: str) -> None:

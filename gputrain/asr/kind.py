@@ -23,7 +23,7 @@ from gputrain.asr.config import (
     Transcribe,
 )
 from gputrain.audio.config import ClipEvaluation
-from gputrain.formatting import counted, shell_command
+from gputrain.formatting import counted
 from gputrain.planner.kind_work import NO_DATA, SWITCHES, KindWork, PlannedTraining, StepTraits, SyntheticWork
 from gputrain.speech.config import STRIDE
 from gputrain.speech.data_commands import PREPARED_SPEECH, prepare_command, validate_command, write_demo_speech
@@ -208,7 +208,6 @@ def demo_results(folder: Path) -> dict[str, object]:
         "word errors after training": f"{100 * figures['wer']:.1f} %",
         "it reads": f"{transcripts[0]['path']}: {transcripts[0]['text']}",
         "look at": f"{folder / 'transcripts.json'} and {folder / 'subtitles'}",
-        "curves": shell_command("tensorboard", "--logdir", folder / "run" / "logs"),
         "for sherpa-onnx": folder / "sherpa",
         "next": "gputrain prepare-data --kind asr --language uz --input-dir YOUR_RECORDINGS --output-dir data/asr, "
         "then gputrain train-asr --data-path data/asr --output-dir outputs/asr "

@@ -190,17 +190,18 @@ def moved(clip: Row, by: int) -> Row:
 def check_finished(folder: Path, names: Sequence[str], journal: str, *wanted: str) -> None:
     """Raises UserError if a folder lacks one of the files that a finished preparation for the kinds of model that are
     `wanted` writes, or is prepared for another one."""
+    if folder.is_dir():
+        refuse_other_data(folder, *wanted)
+        if all((folder / name).is_file() for name in names):
+            return
+        if (folder / journal).is_file():
+            raise UserError(f"{folder}: its preparation was not finished", hint=GO_ON)
+        fault = f"not prepared for {' or '.join(wanted)} (found {summary_of(folder)})"
+    else:
+        fault = "is no prepared folder" if is_there(folder) else "no such folder"
     source = hub_name(folder) or folder
     hint = how_to_prepare(*wanted, source=source if may_hold(folder, "audio") else "FOLDER")
-    if not folder.is_dir():
-        fault = "is no prepared folder" if is_there(folder) else "no such folder"
-        raise UserError(f"{source}: {fault}", hint=hint)
-    refuse_other_data(folder, *wanted)
-    if all((folder / name).is_file() for name in names):
-        return
-    if (folder / journal).is_file():
-        raise UserError(f"{folder}: its preparation was not finished", hint=GO_ON)
-    raise UserError(f"{folder}: not prepared for {' or '.join(wanted)} (found {summary_of(folder)})", hint=hint)
+    raise UserError(f"{source}: {fault}", hint=hint)
 
 
 def summary_of(folder: Path) -> str:

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from typing import Any
 
 from gputrain.engine.data import describe_exit
 from gputrain.errors import UserError, first_line
-from gputrain.formatting import format_number, format_rate
+from gputrain.formatting import format_number, format_rate, shell_command
 
 ROW = "--row"  # Argument of the child that precedes the settings of its row, in JSON.
 Settings = dict[str, Any]
@@ -217,7 +216,7 @@ COLUMNS = (
 
 def command_line(program: str) -> str:
     """Returns the command that the user typed."""
-    return " ".join([program, shlex.join(sys.argv[1:])]).rstrip()
+    return f"{program} {shell_command(*sys.argv[1:])}".rstrip()
 
 
 def open_folder(folder: Path) -> None:

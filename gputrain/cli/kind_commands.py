@@ -176,4 +176,5 @@ def run_demo(folder: Path, kind: str, run_command: Callable[[list[str]], object]
         ui.err.print(f"\n[bold cyan]$ {escape(shell_command('gputrain', *words))}[/]", soft_wrap=True)
         run_command(words)
     ui.out.print()
-    ui.print_figures(f"The demo took {time.monotonic() - began:.0f} s", demo.results(folder))
+    results = {**demo.results(folder), "curves": shell_command("tensorboard", "--logdir", folder)}
+    ui.print_figures(f"The demo took {time.monotonic() - began:.0f} s", results)

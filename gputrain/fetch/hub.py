@@ -260,7 +260,8 @@ FAULTS: Faults = (
     ({"EACCES", "EPERM", "EROFS"}, "{cache} cannot be written ({reason})", "see to its rights; or {move}"),
     ({"SSLError"}, "the certificate of {server} cannot be verified: {reason}",
      "check the clock of this machine; SSL_CERT_FILE and REQUESTS_CA_BUNDLE name the certificates of a network"),
-    ({"ConnectionError", "ConnectError", "ProxyError", "ReadTimeout"}, "{server} cannot be reached: {reason}",
+    ({"ConnectionError", "ConnectError", "ConnectTimeout", "ProxyError", "ReadTimeout"},
+     "{server} cannot be reached: {reason}",
      "check the network; behind a proxy, HTTPS_PROXY and NO_PROXY; HF_ENDPOINT names a mirror of the Hub; "
      f"{PATIENCE}=20 waits longer; or run `gputrain fetch {{what}}` on another machine and copy its {{cache}} here"),
     ({"ValueError"}, "what {server} sends is not what it should be: {reason}",

@@ -74,7 +74,7 @@ class CompatibilityReport:
 
 
 def check_machine(data_path: Path, doing: Callable[[str], object] = lambda what: None) -> CompatibilityReport:
-    """Collect facts about this machine, check them, and run  `doing` receives a description of each trial.
+    """Collect facts about this machine, check them, and run trials. `doing` receives a description of each trial.
 
     Raises UserError if the folder is missing.
     """

@@ -48,9 +48,7 @@ COMPILE_SECONDS = 60.0  # Seconds of a core to compile a step for the first time
 LONG = 10.0  # A training of so many times the seconds of compiling is compiled without a closer look.
 StepsIn = Callable[[float | None, float], int | None]  # Steps by the seconds of one and those of the start.
 STEP_RANGE = (0.7, 2.2)  # Multiples of its predicted time that a step takes (docs/evidence/predicted_time.md).
-HOST_GB = (
-    0.5  # Memory of a data worker, and what the process of a training on a CPU takes besides the tensors of a step.
-)
+HOST_GB = 0.5  # Memory of a data worker, and of the process of a training on a CPU besides the tensors of a step.
 NCCL_GB = 1.0  # Memory of a GPU that NCCL's buffers and the buckets of gradients take when several GPUs train together.
 
 

@@ -102,10 +102,9 @@ class MediaBudget:
         self.bytes_left -= len(uri)
         return uri
 
-    def picture(self, image: Image.Image, alt: str, side: int = PICTURE_SIDE) -> EmbeddedPicture | None:
+    def picture(self, image: Image.Image, alt: str) -> EmbeddedPicture | None:
         image = image.convert("RGB")
-        if max(image.size) > side:
-            image.thumbnail((side, side))
+        image.thumbnail((PICTURE_SIDE, PICTURE_SIDE))
         written = io.BytesIO()
         image.save(written, "JPEG", quality=QUALITY, subsampling=0)
         uri = self.uri("image/jpeg", written.getvalue())

@@ -402,38 +402,32 @@ class NextCommand(NamedTuple):
 
 def next_commands(run: RunRecord) -> list[NextCommand]:
     """Returns the commands for the kind of the run; for an unknown kind, only that of TensorBoard."""
-    folder = str(run.folder)
-    board = _command("the curves in TensorBoard", "tensorboard", "--logdir", str(run.folder / "logs"))
+    folder = run.folder
+    board = NextCommand("the curves in TensorBoard", shell_command("tensorboard", "--logdir", folder / "logs"))
     kind = kinds().get(run.kind)
     if kind is None:
         return [board]
-    go_on = ["gputrain", kind.command, "--config", str(run.folder / CONFIG), "--resume-from", "auto"]
-    if _is_elsewhere(run):
-        go_on += ["--output-dir", folder]
+    go_on = ["gputrain", kind.command, "--config", folder / CONFIG, "--resume-from", "auto"]
+    go_on += ["--output-dir", folder] if _is_elsewhere(run) else []
     return [
-        _command("continue, or train longer with a larger --num-epochs or --num-steps", *go_on),
-        *model_commands(run.folder, kind, run.settings),
-        _command("watch it live in a browser", "gputrain", "watch", folder),
-        _command("write this report again", "gputrain", "report", folder),
+        NextCommand("continue, or train longer with a larger --num-epochs or --num-steps", shell_command(*go_on)),
+        *model_commands(folder, kind, run.settings),
+        NextCommand("watch it live in a browser", shell_command("gputrain", "watch", folder)),
+        NextCommand("write this report again", shell_command("gputrain", "report", folder)),
         board,
     ]
 
 
 def model_commands(run: Path, kind: ModelKind, settings: Mapping[str, Any]) -> list[NextCommand]:
     """Returns the commands that use the model of a run with these settings."""
-    folder, named = str(run), settings.get("data_path") or "DATA"
-    folders = map(str, named) if isinstance(named, list) else [str(named)]
-    data = [word for folder in folders for word in ("--data-path", folder)]
+    named = settings.get("data_path") or "DATA"
+    data = [word for folder in (named if isinstance(named, list) else [named]) for word in ("--data-path", folder)]
     purpose, name, *words = kind.use
     return [
-        _command("evaluate on held-out data", "gputrain", "evaluate", "--model", folder, *data),
-        _command(purpose, "gputrain", name, "--model", folder, *words),
-        _command("export", "gputrain", "export", "--model", folder, "--output-dir", "EXPORT"),
+        NextCommand("evaluate on held-out data", shell_command("gputrain", "evaluate", "--model", run, *data)),
+        NextCommand(purpose, shell_command("gputrain", name, "--model", run, *words)),
+        NextCommand("export", shell_command("gputrain", "export", "--model", run, "--output-dir", "EXPORT")),
     ]
-
-
-def _command(purpose: str, *words: str) -> NextCommand:
-    return NextCommand(purpose, shell_command(*words))
 
 
 def _is_elsewhere(run: RunRecord) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gputrain import kinds
 from gputrain.audio.config import ClipEvaluation
-from gputrain.formatting import counted, shell_command
+from gputrain.formatting import counted
 from gputrain.planner.kind_work import NO_DATA, SLOW_TO_COMPILE, KindWork, PlannedTraining, StepTraits, SyntheticWork
 from gputrain.speech.config import HOP_SIZE
 from gputrain.speech.data_commands import PREPARED_SPEECH, RATE_HZ, prepare_command, validate_command, write_demo_speech
@@ -177,7 +177,6 @@ def demo_results(folder: Path) -> dict[str, object]:
         "look at": samples / f"recording_step_{STEPS:08d}.png",
         "listen to": f"{folder / 'said.wav'} and {samples}; the recordings are in {folder / 'speech'}",
         "expected result": "a hum in the rhythm of speech; words take many thousands of steps",
-        "curves": shell_command("tensorboard", "--logdir", folder / "run" / "logs"),
         "for Piper and Home Assistant": folder / "piper",
         "next": "gputrain prepare-data --kind tts --language uz --input-dir YOUR_RECORDINGS --output-dir data/tts, "
         "then gputrain train-tts --data-path data/tts --output-dir outputs/tts",

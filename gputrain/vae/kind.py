@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from gputrain import kinds
 from gputrain.config import leaves
-from gputrain.formatting import shell_command
 from gputrain.planner.kind_work import CUDA_GRAPHS, NO_DATA, SWITCHES, KindWork, PlannedTraining, SyntheticWork
 from gputrain.vae.architecture import VaePreset
 from gputrain.vae.config import (
@@ -249,7 +248,6 @@ def demo_results(folder: Path) -> dict[str, object]:
         "PSNR before training": f"{psnr[0]:.1f} dB",
         "PSNR after training": f"{psnr[-1]:.1f} dB, on held-out parts",
         "look at": folder / "reconstructions" / "sheet.html",
-        "curves": shell_command("tensorboard", "--logdir", folder / "run" / "logs"),
         "load it": f'diffusers.AutoencoderKL.from_pretrained("{folder / "export"}")',
         "next": "gputrain train-vae --data-path YOUR_PICTURES --output-dir outputs/vae",
     }

@@ -14,7 +14,7 @@ from gputrain import kinds
 from gputrain.audio.config import ClipEvaluation, Sound
 from gputrain.config import leaves
 from gputrain.engine.stop import format_duration
-from gputrain.formatting import counted, format_number, shell_command
+from gputrain.formatting import counted, format_number
 from gputrain.planner.kind_work import (
     CUDA_GRAPHS,
     NO_DATA,
@@ -258,7 +258,6 @@ def demo_results(folder: Path) -> dict[str, object]:
         "look at": folder / "run" / "samples" / f"spectrograms_step_{STEPS:08d}.png",
         "listen to": f"{folder / 'songs'}, {folder / 'sung'} and "
         f"{folder / 'sung_higher'} ({SEMITONES} semitones higher)",
-        "curves": shell_command("tensorboard", "--logdir", folder / "run" / "logs"),
         "for openvpi's tools": folder / "export",
         "for DiffSinger and OpenUtau": folder / "onnx",
         "next": "gputrain prepare-data --kind vocoder --input-dir YOUR_RECORDINGS --output-dir data/vocoder, then "

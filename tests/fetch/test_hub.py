@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -228,6 +229,14 @@ def test_silence_is_no_connection_after_two_seconds(monkeypatch, tmp_path, schem
         with pytest.raises(ConnectionError, match=r"no connection in 0\.1 s"):
             fetching.refuse_silence(f"https://{place}")
     monkeypatch.delenv("HF_HUB_ETAG_TIMEOUT")
+
+
+def test_a_download_that_gets_no_connection_says_how_to_do_without_it():
+    """huggingface_hub downloads by one of these libraries, whose errors have their own ancestors."""
+    for library in filter(importlib.util.find_spec, ("requests", "httpx", "httpx2")):
+        error = fetching.explained(importlib.import_module(library).ConnectTimeout("timed out"), HubName("ann/model"))
+        assert "cannot be reached: timed out" in error.message
+        assert "HF_HUB_ETAG_TIMEOUT=20 waits longer" in error.hint
 
 
 def test_a_slow_answer_is_waited_for(hub, monkeypatch):

@@ -59,6 +59,18 @@ def test_what_is_written_is_read(folder):
     assert (folder / WAVES).stat().st_size == 2 * 2000
 
 
+def test_a_folder_is_searched_for_recordings_only_to_tell_how_to_prepare_them(folder, monkeypatch):
+    """Above it may lie a whole disk."""
+    searched = []
+    monkeypatch.setattr("gputrain.audio.store.may_hold", lambda path, media: searched.append(path))
+    SpeechStore.open(folder)
+    assert not searched
+    (raw := folder / "raw").mkdir()
+    with pytest.raises(UserError, match="raw: not prepared for asr"):
+        SpeechStore.open(raw, "asr")
+    assert searched == [raw]
+
+
 def test_another_front_end_leaves_no_manifest_of_the_old_one(folder):
     writer = SpeechWriter(folder, SOUND)
     other = SpeechFormat(frontend("characters", texts=["abc"]), 16000, 256, ("ann", "bob"))

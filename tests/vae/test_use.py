@@ -136,28 +136,23 @@ def test_tiles_leave_no_seams():
 
 def test_sheet_lays_pairs_below_each_other_with_their_psnr():
     a, b = torch.zeros(3, 10, 6, dtype=torch.uint8), torch.full((3, 8, 4), 9, dtype=torch.uint8)
-    sheet = reconstruction_sheet([a, b], [a + 1, b + 4], ["a.png", "b.png"])
+    sheet = reconstruction_sheet([a, b], [a + 1, b + 4], "own pictures")
     originals, made = sheet.rows
     assert sheet.heads == ("original", "reconstruction")
     # Small pictures are enlarged by whole factors to at most 256 pixels.
     assert [cell.picture_HW3.shape for cell in originals] == [(250, 150, 3), (256, 128, 3)]
     assert [int(cell.picture_HW3.unique()) for cell in (*originals, *made)] == [0, 9, 1, 13]
-    assert [cell.caption for cell in originals] == ["a.png", "b.png"]
     # A difference of d in 255 is 20 log10(255 / d) dB.
     assert [cell.caption for cell in made] == ["48.1 dB", "36.1 dB"]
-    assert sheet.title == "PSNR 42.1 dB on average"
+    assert sheet.title == "own pictures, PSNR 42.1 dB on average"
 
 
-def test_a_sheet_shows_parts_with_the_psnr_of_whole_pictures():
+def test_the_psnr_of_a_whole_picture():
     picture, made = gradient_picture(600, 400), gradient_picture(600, 400)
     made[:, :100] = 255 - made[:, :100]
     expected = peak_signal_noise_ratio(picture.numpy(), made.numpy(), data_range=255)
     assert picture_psnr_db(made, picture) == pytest.approx(expected, abs=1e-4)
     assert picture_psnr_db(picture, picture) == pytest.approx(float(psnr_db(*[to_unit(picture)[None]] * 2)))
-    parts = [part[:, 200:456, 72:328] for part in (picture, made)]
-    sheet = reconstruction_sheet(parts[:1], parts[1:], ["a.png"], psnrs_db=[expected])
-    assert [cell.caption for row in sheet.rows for cell in row] == ["a.png", f"{expected:.1f} dB"]
-    assert torch.equal(sheet.rows[0][0].picture_HW3, parts[0].permute(1, 2, 0))
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +195,7 @@ def test_commands_from_a_run_to_stock_diffusers(run, photographs, tmp_path):
 
     result = gputrain_here("reconstruct", "--model", run, "--input", photographs, "--output-dir", tmp_path / "looks")
     assert result.returncode == 0, result.stderr
-    assert (tmp_path / "looks" / "sheet.png").exists()
+    assert (tmp_path / "looks" / "sheet.html").exists()
     stock = Stock.from_pretrained(export)
     original = np.array(Image.open(photographs / "chelsea.png"))
     images = to_unit(torch.from_numpy(original).permute(2, 0, 1))[None]
@@ -256,14 +251,13 @@ def test_a_few_pictures_are_reconstructed_small_under_their_own_names(run, tmp_p
         "deep/b.png",
         "deep/c.png",
         "sheet.html",
-        "sheet.jpg.png",
         "sheet.png",
         "z.png",
     ]
     assert re.search(r"6 pictures, PSNR [\d.]+ dB on average over whole pictures \(evaluate takes centre crops", output)
     for _ in range(2):  # Those of the first time, in a subfolder, are no sources of the second.
         names, output = names_of(sources / "few", "--pictures", 2, "--max-side", 48)
-        assert names == ["a.png", "deep/c.png", "sheet.html", "sheet.png"]
+        assert names == ["a.png", "deep/c.png", "sheet.html"]
         assert "reconstructing 2 of 6 pictures" in output
     with Image.open(sources / "few/deep/c.png") as image:
         assert image.size == (48, 31)
@@ -277,3 +271,19 @@ def test_a_few_pictures_are_reconstructed_small_under_their_own_names(run, tmp_p
     assert np.abs(in_page - made).mean() < 4
     assert "default-src &#39;none&#39;" in page
     assert page.count('id="viewer"') == 1
+
+
+def test_the_page_has_the_centres_of_large_pictures_and_their_whole_psnr(run, tmp_path, typed, monkeypatch):
+    picture = gradient_picture(60, 90).permute(1, 2, 0).numpy()
+    Image.fromarray(picture).save(tmp_path / "a.png")
+    monkeypatch.setattr("gputrain.vae.reconstruct.PAGE_SIDE", 16)
+    code, output = typed("reconstruct", "--model", run, "--input", "a.png", "--output-dir", "made")
+    assert code == 0, output
+    page = (tmp_path / "made/sheet.html").read_text()
+    shown, _ = re.findall(
+        r'<img src="data:image/jpeg;base64,([^"]+)" width="16" height="16" alt="\w+ of a.png, the', page
+    )
+    in_page = np.array(Image.open(io.BytesIO(b64decode(shown)))).astype(int)
+    assert np.abs(in_page - picture[22:38, 37:53]).mean() < 4
+    made = np.array(Image.open(tmp_path / "made/a.png"))
+    assert f"<span>{peak_signal_noise_ratio(picture, made):.1f} dB</span>" in page
