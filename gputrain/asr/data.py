@@ -88,7 +88,11 @@ class AsrTraining(SpeechTraining[TrainAsr]):
     def begin(self, settings: TrainAsr, run: Run, runtime: Runtime) -> TrainingStart[TrainAsr]:
         start = super().begin(settings, run, runtime)
         if run.group.leads:
-            save_architecture(run.folder, self.sizes.architecture)
+            path = run.folder / ARCHITECTURE
+            try:
+                write_text(path, json.dumps(self.sizes.architecture, indent=1) + "\n")
+            except OSError as error:
+                log.warning("%s cannot be written (%s)", path, error.strerror)
         return start
 
     def described(self, settings: TrainAsr) -> str:
@@ -180,13 +184,6 @@ def saved_architecture(settings: TrainAsr) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def save_architecture(folder: Path, architecture: Mapping[str, Any]) -> None:
-    try:
-        write_text(folder / ARCHITECTURE, json.dumps(architecture, indent=1) + "\n")
-    except OSError as error:
-        log.warning("%s cannot be written (%s)", folder / ARCHITECTURE, error.strerror)
 
 
 def is_own(path: Path) -> bool:

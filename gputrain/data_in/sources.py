@@ -242,11 +242,6 @@ def hub_name(given: Path) -> str:
     return ""
 
 
-def origin_of(given: Path) -> str:
-    """Returns what a preparation notes of its source, wherever that was unpacked: the full path, or the Hub's name."""
-    return hub_name(given) or str(given.resolve())
-
-
 def may_hold(given: Path, media: MediaKind) -> bool:
     """Returns True if a path leads to pictures or recordings, or to what they can be unpacked from."""
     suffixes = {*MEDIA[media].suffixes, *CONTAINERS}

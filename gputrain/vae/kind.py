@@ -36,11 +36,12 @@ if TYPE_CHECKING:
 
 
 def prepare_pictures(settings: Any) -> kinds.DataWork:
-    from gputrain.data_in.sources import origin_of
+    from gputrain.data_in.sources import hub_name
     from gputrain.vae.prepare import check_output, prepare_images
 
     size = settings.pictures.target_size
-    origin = origin_of(settings.input_dir)
+    # The full path, or the name on the Hub, wherever that is unpacked.
+    origin = hub_name(settings.input_dir) or str(settings.input_dir.resolve())
     return kinds.DataWork(
         partial(prepare_images, origin=origin),
         settings.pictures,
