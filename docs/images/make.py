@@ -24,7 +24,7 @@ from tests.report.browser import Browser
 
 HERE = Path(__file__).parent
 COLUMNS, ROWS, TALL = 80, 64, 1000  # ROWS of a help page are shown.
-GAP = 20  # Pixels between two screens.
+GAP, SCREEN = 20, 844  # Pixels between two screens, and their height.
 LARGEST_BYTES = 150_000
 TRAINING = (
     "train-vae --data-path photos --output-dir run --preset fast --image-size 128 --batch-size 2 --num-epochs 0 "
@@ -113,15 +113,15 @@ def make_watch(folder: Path) -> None:
         address = next(found[0] for line in server.stderr if (found := re.search(r"http://\S+", line)))
         shots = []
         for width, dark in ((1280, False), (390, True)):
-            browser.open(address, width, dark=dark, height=TALL)
+            browser.open(address, width, dark=dark, height=SCREEN)
             if dark:
                 browser.run("document.querySelector('.made button').click()")
             time.sleep(2)
             path = folder / f"{width}.png"
-            browser.screenshot(path, height=TALL)
+            browser.screenshot(path, height=SCREEN)
             shots.append(Image.open(path).convert("RGB"))
         server.terminate()
-    both = Image.new("RGB", (sum(shot.width for shot in shots) + GAP, TALL), "#c9d1d9")
+    both = Image.new("RGB", (sum(shot.width for shot in shots) + GAP, SCREEN), "#c9d1d9")
     both.paste(shots[0])
     both.paste(shots[1], (shots[0].width + GAP, 0))
     save_picture(both, HERE / "watch.png", 1200)
