@@ -186,14 +186,22 @@ def to_rgb(image_CHW: Tensor) -> Tensor:
     return image_CHW.expand(3, -1, -1).permute(1, 2, 0)
 
 
-def reconstruction_sheet(originals: Sequence[Tensor], made: Sequence[Tensor], title: str) -> Sheet:
-    """Returns a sheet of pairs of uint8 pictures (CHW, equal sizes in a pair): originals in the upper row, and
-    reconstructions with their PSNR in the lower row. Small pictures are enlarged by whole factors."""
-    psnrs = [picture_psnr_db(b, a) for a, b in zip(originals, made, strict=True)]
-    upper = [SheetCell(_enlarged(to_rgb(a))) for a in originals]
+def reconstruction_sheet(
+    originals: Sequence[Tensor],
+    made: Sequence[Tensor],
+    names: Sequence[str] = (),
+    title: str = "",
+    psnrs_db: Sequence[float] = (),
+) -> Sheet:
+    """Returns a sheet of pairs of uint8 pictures (CHW, equal sizes in a pair): originals in the upper row, with their
+    names if there are any, and reconstructions with their PSNR in the lower row. `psnrs_db` are those of the whole
+    pictures, if only parts are shown. Small pictures are enlarged by whole factors."""
+    psnrs = psnrs_db or [picture_psnr_db(b, a) for a, b in zip(originals, made, strict=True)]
+    labels = names or [""] * len(originals)
+    upper = [SheetCell(_enlarged(to_rgb(a)), name) for a, name in zip(originals, labels, strict=True)]
     lower = [SheetCell(_enlarged(to_rgb(b)), f"{psnr:.1f} dB") for b, psnr in zip(made, psnrs, strict=True)]
-    title += f", PSNR {sum(psnrs) / len(psnrs):.1f} dB on average"
-    return Sheet(("original", "reconstruction"), (upper, lower), title)
+    mean = f"PSNR {sum(psnrs) / len(psnrs):.1f} dB on average"
+    return Sheet(("original", "reconstruction"), (upper, lower), f"{title}, {mean}" if title else mean)
 
 
 def picture_psnr_db(made_CHW: Tensor, target_CHW: Tensor) -> float:
@@ -289,7 +297,7 @@ class HeldOutPictures:
                 for crop in crops
             ]
         title = "own pictures" if self.chosen else "held-out pictures"
-        return Report(pictures={"reconstructions": reconstruction_sheet(crops, made, title)})
+        return Report(pictures={"reconstructions": reconstruction_sheet(crops, made, title=title)})
 
     def evaluate(self, model: AutoencoderKL, runtime: Runtime) -> Report:
         with runtime.autocast():

@@ -302,14 +302,14 @@ def _centred(width: int, height: int) -> Box:
     return left, top, left + side, top + side
 
 
-def output_names(sources: Iterable[str], suffix: str) -> dict[str, str]:
-    """Returns a unique path for each source's picture: its own with another suffix if that is free.
+def output_names(sources: Iterable[str], suffix: str, taken: Iterable[str] = ()) -> dict[str, str]:
+    """Returns a unique path for each source's picture: its own with another suffix if that is free, and not `taken`.
 
     For a.gif and a.jpg, in this order, the paths are a.png and a.jpg.png. Names count as equal if any file system
     treats them as equal; a name that is still taken or too long is shortened and gets a hash.
     """
     sources = sorted(sources)
-    taken = {_folded(str(folder)) for source in sources for folder in PurePosixPath(source).parents}
+    taken = {_folded(str(folder)) for source in sources for folder in PurePosixPath(source).parents} | set(taken)
     names = {}
     for source in sources:
         path = PurePosixPath(source)

@@ -22,7 +22,7 @@ from gputrain.report.page import write_comparison
 from gputrain.report.sections import PictureItem, ShownPicture
 from gputrain.vae.config import Reconstruct
 from gputrain.vae.dataset import image_tensor, to_u8, to_unit
-from gputrain.vae.evaluate import picture_psnr_db, to_rgb
+from gputrain.vae.evaluate import picture_psnr_db, reconstruction_sheet, to_rgb
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.pictures import UnusablePicture, read_picture, scan_pictures
 from gputrain.vae.prepare import output_names
@@ -30,6 +30,7 @@ from gputrain.vae.pretrained import load_model
 
 log = logging.getLogger(__name__)
 
+SHEET, SHEET_PICTURES, SHEET_SIDE = "sheet.png", 8, 256
 PAGE, PAGE_SIDE = "sheet.html", 1024
 OVERLAP = 64  # Pixels that neighbouring tiles share, or a quarter of a smaller tile.
 
@@ -99,16 +100,17 @@ def _fade(start: int, stop: int, size: int, overlap: int) -> Tensor:
 
 
 class Reconstructed(NamedTuple):
-    """The written pictures, the page that compares them, and their average PSNR."""
+    """The written pictures, the sheet of some of them and the page, and their average PSNR."""
 
     written: list[Path]
+    sheet: Path
     page: Path
     psnr_db: float
 
 
 def reconstruct_folder(settings: Reconstruct, progress: Callable[[float, int], None]) -> Reconstructed:
-    """Reconstructs a picture, or pictures of a folder tree, into `output_dir`, with a page that shows as many beside
-    the originals as a report may hold.
+    """Reconstructs a picture, or pictures of a folder tree, into `output_dir`, with a sheet.png of some of them, and a
+    page with as many as a report may hold.
 
     `progress` receives the number of pictures that are done, parts of one included, and of all. Logs a warning for each
     unreadable picture. Raises UserError if none is readable, or if the output would lie among the sources.
@@ -119,9 +121,10 @@ def reconstruct_folder(settings: Reconstruct, progress: Callable[[float, int], N
     model = load_model(settings.weights, runtime.device).model
     runtime.place(model)
     settings.output_dir.mkdir(parents=True, exist_ok=True)
-    targets = output_names(names, ".png")
+    targets = output_names(names, ".png", taken=[SHEET])
     written: list[Path] = []
     psnrs: list[float] = []
+    pairs: list[tuple[Tensor, Tensor, str]] = []
     items: list[PictureItem] = []
     budget = MediaBudget(math.inf)
     progress(0, len(names))
@@ -145,16 +148,22 @@ def reconstruct_folder(settings: Reconstruct, progress: Callable[[float, int], N
         levels_HWC = made_CHW.permute(1, 2, 0).contiguous().numpy()
         Image.fromarray(levels_HWC[..., 0] if levels_HWC.shape[2] == 1 else levels_HWC).save(written[-1])
         psnrs.append(picture_psnr_db(made_CHW, original_CHW))
+        if len(pairs) < SHEET_PICTURES:
+            pairs.append((_centre(original_CHW, SHEET_SIDE), _centre(made_CHW, SHEET_SIDE), name))
         if not budget.left_out:
             items += _compared(f"picture {len(written)}", name, original_CHW, made_CHW, psnrs[-1], budget)
     if not written:
         raise UserError(f"{settings.input}: no readable picture", hint="the warnings name each fault")
+    originals, made, shown = zip(*pairs, strict=True)
+    title = f"{settings.weights}: centres of the pictures; over whole pictures"
+    sheet = reconstruction_sheet(originals, made, shown, title, psnrs[: len(pairs)])
+    sheet.draw().image.save(settings.output_dir / SHEET)
     mean = sum(psnrs) / len(psnrs)
     remarks = f"{settings.weights}: PSNR {mean:.1f} dB on average over {len(written)} whole pictures"
     if len(items) < len(written):
         remarks += f"; the first {len(items)} are shown, as the size of this file is limited"
     write_comparison(settings.output_dir / PAGE, f"Reconstructions of {settings.input.name}", remarks, items)
-    return Reconstructed(written, settings.output_dir / PAGE, mean)
+    return Reconstructed(written, settings.output_dir / SHEET, settings.output_dir / PAGE, mean)
 
 
 def _compared(
@@ -163,9 +172,7 @@ def _compared(
     """Returns a picture beside its original for the page; none if they do not fit any more."""
     shown, name = [], name + ", the centre" * (max(original_CHW.shape[1:]) > PAGE_SIDE)
     for what, image_CHW, caption in ("original", original_CHW, name), ("reconstruction", made_CHW, f"{psnr_db:.1f} dB"):
-        # The centre at full resolution, since a downsampled copy would hide lost details.
-        top, left = (max(0, (size - PAGE_SIDE) // 2) for size in image_CHW.shape[1:])
-        levels_HW3 = to_rgb(image_CHW[:, top : top + PAGE_SIDE, left : left + PAGE_SIDE]).contiguous().numpy()
+        levels_HW3 = to_rgb(_centre(image_CHW, PAGE_SIDE)).contiguous().numpy()
         if picture := budget.picture(Image.fromarray(levels_HW3), f"{what} of {name}"):
             shown.append(ShownPicture(what, picture, caption))
     return [PictureItem(title, shown[0], shown[1:])] if len(shown) == 2 else []
@@ -193,3 +200,9 @@ def wanted_pictures(settings: Reconstruct) -> list[str]:
     if count < len(names):
         log.info("reconstructing %d of %d pictures, evenly spaced by name", count, len(names))
     return [names[number * len(names) // count] for number in range(count)]
+
+
+def _centre(image_CHW: Tensor, side: int) -> Tensor:
+    """Returns the centre of a picture at full resolution, since a downsampled copy would hide lost details."""
+    top, left = (max(0, (size - side) // 2) for size in image_CHW.shape[1:])
+    return image_CHW[:, top : top + side, left : left + side]

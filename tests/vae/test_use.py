@@ -136,23 +136,28 @@ def test_tiles_leave_no_seams():
 
 def test_sheet_lays_pairs_below_each_other_with_their_psnr():
     a, b = torch.zeros(3, 10, 6, dtype=torch.uint8), torch.full((3, 8, 4), 9, dtype=torch.uint8)
-    sheet = reconstruction_sheet([a, b], [a + 1, b + 4], "own pictures")
+    sheet = reconstruction_sheet([a, b], [a + 1, b + 4], ["a.png", "b.png"])
     originals, made = sheet.rows
     assert sheet.heads == ("original", "reconstruction")
     # Small pictures are enlarged by whole factors to at most 256 pixels.
     assert [cell.picture_HW3.shape for cell in originals] == [(250, 150, 3), (256, 128, 3)]
     assert [int(cell.picture_HW3.unique()) for cell in (*originals, *made)] == [0, 9, 1, 13]
+    assert [cell.caption for cell in originals] == ["a.png", "b.png"]
     # A difference of d in 255 is 20 log10(255 / d) dB.
     assert [cell.caption for cell in made] == ["48.1 dB", "36.1 dB"]
-    assert sheet.title == "own pictures, PSNR 42.1 dB on average"
+    assert sheet.title == "PSNR 42.1 dB on average"
 
 
-def test_the_psnr_of_a_whole_picture():
+def test_a_sheet_shows_parts_with_the_psnr_of_whole_pictures():
     picture, made = gradient_picture(600, 400), gradient_picture(600, 400)
     made[:, :100] = 255 - made[:, :100]
     expected = peak_signal_noise_ratio(picture.numpy(), made.numpy(), data_range=255)
     assert picture_psnr_db(made, picture) == pytest.approx(expected, abs=1e-4)
     assert picture_psnr_db(picture, picture) == pytest.approx(float(psnr_db(*[to_unit(picture)[None]] * 2)))
+    parts = [part[:, 200:456, 72:328] for part in (picture, made)]
+    sheet = reconstruction_sheet(parts[:1], parts[1:], ["a.png"], psnrs_db=[expected])
+    assert [cell.caption for row in sheet.rows for cell in row] == ["a.png", f"{expected:.1f} dB"]
+    assert torch.equal(sheet.rows[0][0].picture_HW3, parts[0].permute(1, 2, 0))
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +200,7 @@ def test_commands_from_a_run_to_stock_diffusers(run, photographs, tmp_path):
 
     result = gputrain_here("reconstruct", "--model", run, "--input", photographs, "--output-dir", tmp_path / "looks")
     assert result.returncode == 0, result.stderr
-    assert (tmp_path / "looks" / "sheet.html").exists()
+    assert (tmp_path / "looks" / "sheet.png").exists()
     stock = Stock.from_pretrained(export)
     original = np.array(Image.open(photographs / "chelsea.png"))
     images = to_unit(torch.from_numpy(original).permute(2, 0, 1))[None]
@@ -251,13 +256,14 @@ def test_a_few_pictures_are_reconstructed_small_under_their_own_names(run, tmp_p
         "deep/b.png",
         "deep/c.png",
         "sheet.html",
+        "sheet.jpg.png",
         "sheet.png",
         "z.png",
     ]
     assert re.search(r"6 pictures, PSNR [\d.]+ dB on average over whole pictures \(evaluate takes centre crops", output)
     for _ in range(2):  # Those of the first time, in a subfolder, are no sources of the second.
         names, output = names_of(sources / "few", "--pictures", 2, "--max-side", 48)
-        assert names == ["a.png", "deep/c.png", "sheet.html"]
+        assert names == ["a.png", "deep/c.png", "sheet.html", "sheet.png"]
         assert "reconstructing 2 of 6 pictures" in output
     with Image.open(sources / "few/deep/c.png") as image:
         assert image.size == (48, 31)
