@@ -16,7 +16,7 @@ from gputrain.hw.probe import Machine
 # Words that drivers, shops or users add to a name and that do not distinguish GPUs.
 EMPTY_WORDS = {"nvidia", "geforce", "tesla", "generation", "blackwell", "workstation", "edition"}
 EMPTY_WORDS |= {"gpu", "with", "design", "ac", "sxm", *(f"sxm{number}" for number in range(2, 7))}
-EMPTY_WORDS |= {"hbm2", "hbm2e", "hbm3", "hbm3e", "dgxs", "grid", "lite", "hash", "rate", "colab", "kaggle"}
+EMPTY_WORDS |= {"hbm2", "hbm2e", "hbm3", "hbm3e", "dgxs", "grid", "lite", "hash", "rate", "google", "colab", "kaggle"}
 GRACE_GB = 480  # Memory of the processor, in the names of the superchips.
 SERIES = ("rtx", "gtx", "gt", "quadro")  # Users leave them out.
 TIMES = re.compile(r"(?<!\S)([1-9]\d?) ?[x×] ?(?=\w)|(?<=[\d\s])[x×] ?([1-9]\d?)$", re.IGNORECASE)  # "2x T4", "T4 x2".
@@ -121,7 +121,7 @@ def find_gpu(name: str) -> Gpu:
 def count_gpus(name: str) -> tuple[str, int]:
     """Return the name of one GPU, and how many of it a name such as "T4 x2" or "8x H100" means."""
     found = TIMES.search(name.strip())
-    return (TIMES.sub("", name.strip()), int(found[1] or found[2])) if found else (name, 1)
+    return (TIMES.sub("", name.strip()).strip(), int(found[1] or found[2])) if found else (name, 1)
 
 
 def smallest_gpu(memory_gb: float) -> Gpu | None:

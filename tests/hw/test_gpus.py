@@ -175,6 +175,7 @@ def test_names(name, key):
     ("Kaggle GPU T4 x2", "t4", 2),
     ("Kaggle 2x T4", "t4", 2),
     ("t4x2", "t4", 2),
+    ("Google Colab A100 40GB", "a100-40", 1),
     ("8xH100", "h100", 8),
     ("a100-80 ×4", "a100-80", 4),
     ("RTX 4090 X 16", "rtx4090", 16),
@@ -183,7 +184,7 @@ def test_names(name, key):
 )
 def test_names_may_say_how_many(name, key, count):
     one, found = count_gpus(name)
-    assert (find_gpu(one).key, found) == (key, count)
+    assert (find_gpu(one).key, one, found) == (key, one.strip(), count)
 
 
 def test_the_names_of_all_cards_mean_one_card():
