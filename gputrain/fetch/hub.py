@@ -275,7 +275,7 @@ HUB_FAULTS: Faults = (
      f"accept it at {{page}}, then {LOG_IN}"),
     ({"RevisionNotFoundError"}, "the repository has no revision {revision}", "see {page}/tree/main"),
     ({"RepositoryNotFoundError", 401, 404}, "not on the Hugging Face Hub, or private",
-     f"check the spelling; for a private one, {LOG_IN}"),
+     f"check the spelling, and the server which was asked: {{server}}; for a private one, {LOG_IN}"),
     ({"HFValidationError"}, "not a name that the Hub can have: {reason}", "names are org/name"),
 )  # fmt: skip
 

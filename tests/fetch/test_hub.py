@@ -169,7 +169,7 @@ INFO = "/api/models/ann/model/revision/main"
 
 @each_row(
     (INFO, NO_REPOSITORY, "ann/model: not on the Hugging Face Hub, or private", "hf auth login"),
-    (INFO, Answer(404, body=b"{}"), "ann/model: not on the Hugging Face Hub, or private", "check the spelling"),
+    (INFO, Answer(404, body=b"{}"), "ann/model: not on the Hugging Face Hub, or private", "which was asked: http://127.0.0.1"),
     (INFO, NO_REVISION, "the repository has no revision main", "https://huggingface.co/ann/model/tree/main"),
     (INFO, GATED, "accepted its licence", "accept it at https://huggingface.co/ann/model, then run `hf auth login`"),
     (INFO, Answer(429, body=b"{}"), "too many requests", "wait some minutes"),
