@@ -314,6 +314,6 @@ def log_length(steps: StepSchedule, run: Run) -> None:
     length += f" ({limit}{steps.schedule.length_text})" if left != steps.schedule.num_steps else ""
     if fast:
         between = f"{format_duration(left * fast)} to {format_duration(left * slow)}"
-        log.info("time: %s, %s predicted, %.2g to %.2g s a step", length, between, fast, slow)
+        log.info("time: %s, %s predicted, %.3g to %.3g s a step", length, between, fast, slow)
     else:
         log.info("time: %s", length)

@@ -75,7 +75,8 @@ def prepare(settings: PrepareSettings) -> None:
     _show(f"Prepared {output_dir}", work, report, settings.output_file)
     command = kinds()[settings.kind].command
     for words in (("plan", command), (command,)):
-        line = shell_command("gputrain", *words, "--data-path", output_dir, *work.train_options)
+        run = ("--output-dir", Path("outputs", settings.kind)) if words == (command,) else ()
+        line = shell_command("gputrain", *words, "--data-path", output_dir, *run, *work.train_options)
         ui.out.print(f"{'Next:' if words[0] == 'plan' else '     '} {escape(line)}", soft_wrap=True)
 
 

@@ -393,9 +393,9 @@ def recorded(
     try:
         yield
         progress = progress_now()
-        outcome = "finished" if progress.finished or run.saving.ends_early(progress) else "stopped"
+        outcome = "finished"
         if not progress.finished:
-            message = "ended early" if outcome == "finished" else "max_steps is reached"
+            message = "ended early" if run.saving.ends_early(progress) else "max_steps is reached"
     except Stopped as error:
         outcome, message = "stopped", error.message
         raise

@@ -107,8 +107,7 @@ class RunView:
             if other_step != step:
                 is_last = ", the last" * (other_step == points[-1][0])
                 words.append(f"{format_value(other, style.unit)} at step {other_step:,}{is_last}")
-        where = style.title + (" on held-out data" if name.startswith("eval/") else " (training)")
-        return Headline(where, format_value(value, style.unit), " · ".join(words))
+        return Headline(f"{style.title} on held-out data", format_value(value, style.unit), " · ".join(words))
 
     @cached_property
     def facts(self) -> list[tuple[str, str]]:
@@ -166,7 +165,7 @@ class RunView:
         return found
 
     @cached_property
-    def events(self) -> list[tuple[str, str]]:
+    def events(self) -> list[tuple[str, str, bool]]:
         return settings_table.plan_events(self.record)
 
     @cached_property
@@ -280,11 +279,11 @@ def headlines_of(record: RunRecord) -> tuple[str, ...]:
 
 
 def headline_metric(record: RunRecord) -> str:
-    """Returns the name of the most important metric that a run has; "" if it has none."""
+    """Returns the name of the most important metric on held-out data that a run has; "" if it has none."""
     for name in (*(f"eval/{name}" for name in headlines_of(record)), "eval/score"):
         if name in record.metrics.names:
             return name
-    return next((name for name in record.metrics.names if name.startswith("loss/")), "")
+    return ""
 
 
 @dataclass(frozen=True)

@@ -102,8 +102,8 @@ def _reason(setting: Mapping[str, Any]) -> str:
     return f"{setting.get('reason', '')}" + (f" (costs {cost})" if cost else "")
 
 
-def plan_events(run: RunRecord) -> list[tuple[str, str]]:
-    """Returns the step and the words of each event in plan.json: warnings, cool-downs, changes of the micro-batch."""
+def plan_events(run: RunRecord) -> list[tuple[str, str, bool]]:
+    """Returns the step and the words of each event in plan.json, such as a warning, and False for a cool-down."""
     events = run.plan.get("events")
     found = []
     for event in events if isinstance(events, list) else ():
@@ -111,8 +111,8 @@ def plan_events(run: RunRecord) -> list[tuple[str, str]]:
             continue
         rest = {name: value for name, value in event.items() if name != "step"}
         message = rest.pop("message", None) or rest.pop("warning", None)
-        words = ", ".join(f"{name} {format_setting(value)}" for name, value in rest.items())
-        found.append((str(event.get("step", "?")), ": ".join(str(part) for part in (message, words) if part)))
+        words = message or ", ".join(f"{name} {format_setting(value)}" for name, value in rest.items())
+        found.append((str(event.get("step", "?")), str(words), event.get("check") != "cooldown"))
     return found[:100]
 
 

@@ -97,7 +97,9 @@ def test_a_preparation_says_what_validation_says_and_what_comes_next(tmp_path, k
     assert any("is little" in note for note in notes)
     checked = gputrain_here("validate", *line, "--input-dir", out)
     assert [one for one in checked.stderr.splitlines() if one.startswith("note: ")] == notes
-    given = f"train-{kind} --data-path '{out}'"
-    given += " --audio-sample-rate 16000" if kind == "vocoder" else ""  # Other kinds take it from the data.
-    assert done.stdout.splitlines()[-2:] == [f"Next: gputrain plan {given}", f"      gputrain {given}"]
+    rate = " --audio-sample-rate 16000" if kind == "vocoder" else ""  # Other kinds take it from the data.
+    assert done.stdout.splitlines()[-2:] == [
+        f"Next: gputrain plan train-{kind} --data-path '{out}'{rate}",
+        f"      gputrain train-{kind} --data-path '{out}' --output-dir outputs/{kind}{rate}",
+    ]
     assert "is little" not in gputrain_here(*words).stderr

@@ -27,8 +27,8 @@ def test_a_resumed_run_says_what_changed_and_how_each_part_ended(tmp_path):
     first, stopped, second, finished = rows(tmp_path)
     assert [row["event"] for row in (first, stopped, second, finished)] == ["start", "end", "start", "end"]
     assert (first["step"], first["logged_step"], first["changes"]) == (0, 0, {})
-    assert (stopped["step"], stopped["outcome"]) == (4, "stopped")
-    assert stopped["message"] == "max_steps is reached"
+    assert stopped["step"] == 4
+    assert (stopped["outcome"], stopped["message"]) == ("finished", "max_steps is reached")
     assert (second["step"], second["logged_step"]) == (4, 7)
     assert second["changes"]["log_every_steps"] == [1, 5]
     assert "resume_from" not in second["changes"]

@@ -243,7 +243,7 @@ def test_names_are_escaped(tmp_path):
 def test_a_run_that_has_only_begun(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     page = page_of(tmp_path)
-    assert "No metrics were written." in page.text
+    assert "No evaluation on held-out data." in page.text
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "epoch": 0, "seconds": 1, "eval/score": -1.0}\n')
     assert "at step 0, the last" in page_of(tmp_path).text
 

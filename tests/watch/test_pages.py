@@ -117,7 +117,11 @@ def test_a_training_that_plans_has_a_page_and_no_buttons(tmp_path):
     visitor.changes()
     card, controls = (visitor.parts[f"{part}-{id_of(tmp_path / 'run')}"][1] for part in ("run", "controls"))
     assert '<p class="what">planning</p>' in card
-    assert ("<progress" in card, "No metrics yet" in card, "missing" in card) == (False, True, False)
+    assert ("<progress" in card, "No evaluation on held-out data yet" in card, "missing" in card) == (
+        False,
+        True,
+        False,
+    )
     assert ("Save now" in controls, visitor.answer["title"]) == (False, "run")
     write_rows(tmp_path / "run" / "history.jsonl", [start_row(0, time=time_now())])
     visitor.changes()

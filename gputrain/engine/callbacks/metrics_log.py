@@ -79,7 +79,9 @@ class MetricsLog:
         fast, slow = run.prediction.get("predicted_seconds_range") or (0.0, math.inf)
         if not fast <= seconds <= slow:
             left = f": {left}" if (left := metrics.move_bar()) else ""
-            log.info("a step takes %.2g s; %.2g to %.2g s were predicted%s", seconds, fast, slow, left)
+            if seconds > slow and metrics.runtime.device.type == "cpu":
+                left += "; beside other programs, OMP_NUM_THREADS=1 may be faster"
+            log.info("a step takes %.3g s; %.3g to %.3g s were predicted%s", seconds, fast, slow, left)
 
     def write_and_react(self) -> None:
         loop, state, run = self.loop, self.loop.state, self.loop.run
