@@ -25,11 +25,13 @@ from tests.report.browser import Browser
 HERE = Path(__file__).parent
 COLUMNS, ROWS, TALL = 80, 64, 1000  # ROWS of a help page are shown.
 GAP, SCREEN = 20, 844  # Pixels between two screens, and their height.
-LARGEST_BYTES = 150_000
+LARGEST_BYTES = 250_000
 TRAINING = (
     "train-vae --data-path photos --output-dir run --preset fast --image-size 128 --batch-size 2 --num-epochs 0 "
-    "--num-steps 300 --evaluate-every-epochs 0 --evaluate-every-steps 20 --sample-every-steps 100"
+    "--num-steps 300 --evaluate-every-epochs 0 --evaluate-every-steps 20 --sample-every-steps 50 "
+    "--sample-pictures shown/chelsea_00.png,shown/astronaut_00.png,shown/coffee_01.png"
 )
+NOT_TRAINED = ("astronaut", "chelsea", "coffee")  # Photographs of which the samples show parts.
 SHOWN_STEP = 200  # The pictures of the training are taken after its evaluation.
 
 
@@ -94,6 +96,10 @@ def make_training(folder: Path) -> Path:
     """Takes terminal and browser in the middle of a training, and returns the folder of the run when it has ended."""
     kinds()["vae"].demo.make_source(folder)
     (folder / "photos").symlink_to(folder / kinds()["vae"].demo.source)
+    (folder / "shown").mkdir()
+    for path in sorted((folder / "photos").iterdir()):
+        if path.name.startswith(NOT_TRAINED):
+            path.rename(folder / "shown" / path.name)
     terminal = Terminal(folder, 30)
     terminal.type(f"clear; gputrain {TRAINING}; echo END")
     terminal.wait_for(rf"held-out at step {SHOWN_STEP}", 1800)
@@ -108,9 +114,9 @@ def make_training(folder: Path) -> Path:
 def make_watch(folder: Path) -> None:
     """Takes the page of the training on a wide screen and, with a sample opened, on a phone."""
     words = [sys.executable, "-m", "gputrain", "watch", "run", "--port", "0"]
-    with subprocess.Popen(words, cwd=folder, stderr=subprocess.PIPE, text=True) as server, Browser() as browser:
-        assert server.stderr
-        address = next(found[0] for line in server.stderr if (found := re.search(r"http://\S+", line)))
+    with subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, text=True) as server, Browser() as browser:
+        assert server.stdout
+        address = next(found[0] for line in server.stdout if (found := re.search(r"http://\S+", line)))
         shots = []
         for width, dark in ((1280, False), (390, True)):
             browser.open(address, width, dark=dark, height=SCREEN)
@@ -137,7 +143,7 @@ def make_report(run: Path) -> None:
 
 def save_picture(shot: Image.Image, path: Path, width: int) -> None:
     size = (width, round(width * shot.height / shot.width))
-    shot.resize(size, Image.Resampling.LANCZOS).quantize(128).save(path, optimize=True)
+    shot.resize(size, Image.Resampling.LANCZOS).quantize(192).save(path, optimize=True)
     check_size(path)
 
 
