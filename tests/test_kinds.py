@@ -52,7 +52,9 @@ def test_a_kind_of_another_package_has_every_command(done, folder):
     assert "trace        Print the y of a curve at an x." in page["out"]
     for one in (validated, prepared):
         assert "points  24\n" in one["out"]
-    assert prepared["out"].splitlines()[-1].strip() == f"gputrain train-curve --data-path {folder / 'points'}"
+    assert prepared["out"].splitlines()[-1].strip() == (
+        f"gputrain train-curve --data-path {folder / 'points'} --output-dir outputs/curve"
+    )
     assert json.loads((folder / "points" / "points.json").read_text())[1] == [-0.9167, -0.9657]  # --decimals 4
     assert f"gputrain trace --model {folder / 'run'} --at 0.5" in trained["out"]
     assert read_file(folder / "run" / "config.yaml")["kind"] == "curve"

@@ -374,7 +374,7 @@ def test_a_failed_check_is_the_exit_code_of_setup_alone(installed: Machine) -> N
     activate = "source .venv/bin/activate"
     assert activate in done.stderr
     assert activate not in failed.stderr
-    assert f"`{activate}`" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"\n{activate}" in (ROOT / "README.md").read_text(encoding="utf-8")
     assert installed.run("setup.sh", "demo").returncode == 1
 
 

@@ -501,7 +501,7 @@ def test_unchanged_rows_leave_the_file_untouched(tmp_path):
 def test_write_that_fails_leaves_the_old_file_whole(tmp_path):
     path = tmp_path / "manifest.jsonl"
     write_rows(path, [{"a": 1}])
-    (tmp_path / ".manifest.jsonl.partial").mkdir()  # stands in the way of the temporary file
+    (tmp_path / "manifest.jsonl.partial").mkdir()  # stands in the way of the temporary file
     with pytest.raises(UserError, match=r"manifest\.jsonl: cannot be written"):
         write_rows(path, [{"a": 2}])
     assert read_rows(path, ["a"]) == [{"a": 1}]
