@@ -81,6 +81,7 @@ def _either(remedy: str, other: str) -> str:
 
 SECRETS = (
     re.compile(r"(\b(?:https?|ftp|s3|gs):/{1,2})[^\s/@'\"]*@()"),  # The user and the password.
+    re.compile(r"(\b[a-z][a-z0-9+.-]+://)[^\s/@:'\"]*:[^\s/@'\"]*@()"),
     re.compile(r"(\b(?:https?|ftp|s3|gs):/{1,2}[^\s?'\"]*)\?[^\s'\"]*?([:,;.)\]]*(?=[\s'\"]|$))"),
     re.compile(r"(\bhf_)\w{20,}()"),
 )

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 @each_row(
     ("see https://b:c@d/e?f and http://g:1/h?i=j&k=l, m", "see https://d/e and http://g:1/h, m"),
     ("ftp://a:b@c/d.pt?token=e: no such file", "ftp://c/d.pt: no such file"),
+    ("unexpected extra argument (json://a:b@c/d)", "unexpected extra argument (json://c/d)"), ("hf://a@b", "hf://a@b"),
     ("https:/a:b@c/d?e", "https:/c/d"), ("s3://KEY:b@c/d", "s3://c/d"), ("('https://a/b?c')", "('https://a/b')"),
     ("token hf_abcdefghijABCDEFGHIJklmn, not", "token hf_, not"), ("hf_hub, a@b, why? so", "hf_hub, a@b, why? so"),
     ("https://huggingface.co/a/b/tree/main#x", "https://huggingface.co/a/b/tree/main#x"),

@@ -152,7 +152,7 @@ class Saving:
     )
     permanent_interval: int = file_key(default=40_000, help="Steps between checkpoints that are never deleted.", min=1)
     best_after: int = file_key(default=0, help="No checkpoint_best.pt is written before this step.", min=0)
-    sample_every_steps: int = opt(default=500, help="Steps between samples; 0 is off.", min=0)
+    sample_every_steps: int = opt(default=500, help="Steps between samples; 0: at both ends.", min=0)
     samples_after_epochs: int = file_key(default=0, help="Epochs before the first samples after step 0's.", min=0)
     evaluate_every_epochs: int = opt(
         default=5,

@@ -4,6 +4,7 @@ Addresses hold tokens, and are never logged or stored. Only the last message is 
 of one causes a warning and nothing else.
 """
 
+import contextlib
 import logging
 import os
 import threading
@@ -52,7 +53,8 @@ class Messages(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if getattr(record, "is_better", False) and time.monotonic() >= self.quiet_until:
             self.quiet_until = time.monotonic() + QUIET_SECONDS
-            self.send("better than before", record.getMessage())
+            with contextlib.suppress(RuntimeError):  # No thread can be started; the training goes on.
+                self.send("better than before", record.getMessage())
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         logging.getLogger("gputrain").removeHandler(self)

@@ -152,9 +152,10 @@ class RunRecord:
         silent = SILENT_WITHOUT_PROCESS if has_ended else SILENT_SECONDS if beat else SILENT_BEFORE
         if time.monotonic() - self.sign_at < silent:
             return RunStatus("running", f"process {process} on {host}" if origin else "its metrics keep coming")
+        if not beat and 0 < self.planned_steps <= self.last_step:
+            return RunStatus("finished")
         if not origin:
-            done = 0 < self.planned_steps <= self.last_step
-            return RunStatus("finished") if done else RunStatus("unknown", "this folder has no history.jsonl")
+            return RunStatus("unknown", "this folder has no history.jsonl")
         how, where = "killed" if has_ended else "killed or cut off", f" in: {beat.text}" if beat else ""
         detail = f"it did not report its end, and was {how}{where}; its last sign came {short_time(self.last_sign)}"
         return RunStatus("unknown", detail)

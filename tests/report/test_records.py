@@ -109,6 +109,8 @@ NOBODY = 2**22 + 1  # No process has this number.
     ([start_row(0, host=HERE, process=os.getpid(), time=NOW)], None, RunStatus("running", f"process {os.getpid()} on")),
     ([start_row(0, host=HERE, process=NOBODY, time=NOW)], None, RunStatus("unknown", "killed; its last sign came")),
     ([start_row(0, host=HERE, process=2**35)], None, RunStatus("running", "process")),  # No system has such a number.
+    # Killed after the last save, and started again with nothing left to do, which takes the heartbeat away.
+    ([start_row(7, host=HERE, process=NOBODY, last_step=7)], None, RunStatus("finished")),
     # The heartbeat of the next attempt, which plans; and one that was left behind by a process that had told its end.
     ([end_row(7)], Heartbeat(began=NOW, phase="planning"), RunStatus("running", f"process {os.getpid()} on {HERE}")),
     ([end_row(7)], Heartbeat(began="2026-01-02T03:04:05+00:00"), RunStatus("finished")),
